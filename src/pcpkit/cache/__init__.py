@@ -1,0 +1,1 @@
+"""Layout of the cache pools, and the policies over their blocks."""
