@@ -1,0 +1,125 @@
+"""The global batch of one step: the only input of planning, the same on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepBatch:
+    """What the scheduler decided for one step; host tensors.
+
+    Query rows of a request are consecutive and continue what it has computed: row ``i`` of request
+    ``r`` stands at position ``num_computed_tokens[r] + i``.
+    """
+
+    query_start_loc: Tensor
+    """``(num_reqs + 1,)`` int32, exclusive prefix sum of the query lengths."""
+    num_computed_tokens: Tensor
+    """``(num_reqs,)`` int32, tokens whose caches are valid before the step."""
+    is_prefilling: Tensor
+    """``(num_reqs,)`` bool, whether the request still computes its prompt (pcp-spec 1.1)."""
+    token_ids: Tensor
+    """``(num_tokens,)`` int64, ids of the query rows."""
+    lookback_token_ids: Tensor
+    """``(num_reqs, max_ngram - 1)`` int64, the ids before the query, newest first, -1 = none."""
+    block_table: Tensor
+    """``(num_reqs, max_blocks)`` int32, compressed KV and index keys; -1 = not mapped."""
+    window_block_table: Tensor
+    """``(num_reqs, max_window_blocks)`` int32, window KV; -1 = retired or not mapped."""
+    ring_blocks: Tensor
+    """``(num_reqs,)`` int32, ring block of each request."""
+    num_logits: Tensor
+    """``(num_reqs,)`` int32, how many of the request's last rows need logits."""
+
+    @property
+    def num_reqs(self) -> int:
+        """Requests in the step."""
+        return self.num_computed_tokens.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """Query rows in the step."""
+        return self.token_ids.shape[0]
+
+    @property
+    def query_lens(self) -> Tensor:
+        """``(num_reqs,)`` int32."""
+        return self.query_start_loc.diff()
+
+    @property
+    def seq_lens(self) -> Tensor:
+        """``(num_reqs,)`` int32, tokens after the step."""
+        return self.num_computed_tokens + self.query_lens
+
+
+def check_batch(batch: StepBatch) -> None:
+    """Refuse a batch whose parts do not fit together.
+
+    Raises:
+        ValueError: naming the field, what was expected and what was found.
+    """
+    num_reqs, num_tokens = batch.num_reqs, batch.num_tokens
+    expected = {
+        "query_start_loc": (num_reqs + 1,),
+        "is_prefilling": (num_reqs,),
+        "ring_blocks": (num_reqs,),
+        "num_logits": (num_reqs,),
+    }
+    for name, shape in expected.items():
+        got = tuple(getattr(batch, name).shape)
+        if got != shape:
+            raise ValueError(f"{name} expected shape {shape}, got {got}; one entry a request")
+    for name in ("lookback_token_ids", "block_table", "window_block_table"):
+        rows = getattr(batch, name).shape[0]
+        if rows != num_reqs:
+            raise ValueError(f"{name} expected {num_reqs} rows, got {rows}; one row a request")
+    lens = batch.query_lens
+    if num_reqs == 0 or int(batch.query_start_loc[0]) != 0 or bool((lens < 1).any()):
+        raise ValueError(
+            f"query_start_loc expected 0 followed by growing ends, got "
+            f"{batch.query_start_loc.tolist()}; leave out requests without rows"
+        )
+    if int(batch.query_start_loc[-1]) != num_tokens:
+        raise ValueError(
+            f"token_ids expected {int(batch.query_start_loc[-1])} ids, got {num_tokens}; "
+            "concatenate the query rows of all requests"
+        )
+    if bool((batch.num_logits > lens).any()) or bool((batch.num_logits < 0).any()):
+        raise ValueError(
+            f"num_logits expected 0 .. query length, got {batch.num_logits.tolist()} for lengths "
+            f"{lens.tolist()}; ask for rows of this step only"
+        )
+
+
+def row_requests(batch: StepBatch) -> Tensor:
+    """Request of every query row, ``(num_tokens,)`` int32."""
+    requests = torch.arange(batch.num_reqs, dtype=torch.int32)
+    return requests.repeat_interleave(batch.query_lens)
+
+
+def row_positions(batch: StepBatch) -> Tensor:
+    """Absolute position of every query row, ``(num_tokens,)`` int64."""
+    request = row_requests(batch).long()
+    offset = torch.arange(batch.num_tokens) - batch.query_start_loc.long()[request]
+    return batch.num_computed_tokens.long()[request] + offset
+
+
+def row_token_windows(batch: StepBatch) -> Tensor:
+    """Ids at ``P, P - 1, ..`` of every row, ``(num_tokens, max_ngram)`` int64, -1 = before start.
+
+    Example:
+        One request, query ``[7, 8]``, look-back ``[6, -1, -1]``: rows ``[7, 6, -1, -1]`` and
+        ``[8, 7, 6, -1]``.
+    """
+    back = batch.lookback_token_ids.shape[1]
+    windows = torch.full((batch.num_tokens, back + 1), -1, dtype=torch.int64)
+    for request, (start, end) in enumerate(
+        zip(batch.query_start_loc[:-1].tolist(), batch.query_start_loc[1:].tolist(), strict=True)
+    ):
+        history = torch.cat([batch.lookback_token_ids[request].flip(0), batch.token_ids[start:end]])
+        windows[start:end] = history.unfold(0, back + 1, 1).flip(1)
+    return windows
