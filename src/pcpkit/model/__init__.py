@@ -1,0 +1,1 @@
+"""DeepSeek-V4.1-Flash text model: checkpoint, layers and decoder."""
