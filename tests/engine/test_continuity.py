@@ -1,0 +1,96 @@
+"""A step must continue what the caches hold; every refusal, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pcpkit.engine.continuity import ComputedTokens
+from pcpkit.engine.runner import ComputedStep, ModelRunner
+from pcpkit.engine.sizing import EngineConfig, cache_config
+from pcpkit.model.decoder import TextModel
+from pcpkit.plan.batch import StepBatch
+
+
+def batch(starts: Sequence[int], lengths: Sequence[int]) -> StepBatch:
+    """Requests 0, 1, .. with their own blocks, 64 tokens each at most."""
+    count, total = len(lengths), sum(lengths)
+    blocks = torch.arange(count, dtype=torch.int32)
+    return StepBatch(
+        query_start_loc=torch.tensor([0, *lengths]).cumsum(0).int(),
+        num_computed_tokens=torch.tensor(starts, dtype=torch.int32),
+        is_prefilling=torch.ones(count, dtype=torch.bool),
+        token_ids=torch.arange(3, 3 + total),
+        lookback_token_ids=torch.full((count, 3), -1),
+        block_table=blocks[:, None],
+        window_block_table=torch.stack([2 * blocks, 2 * blocks + 1], dim=1),
+        ring_blocks=blocks,
+        num_logits=torch.ones(count, dtype=torch.int32),
+    )
+
+
+def test_rows_that_continue_are_taken() -> None:
+    computed = ComputedTokens(max_rows=8)
+    for step, names in (
+        (batch([0, 0], [3, 5]), ("a", "b")),
+        (batch([5, 0], [1, 2]), ("b", "c")),
+        (batch([2, 3], [4, 4]), ("c", "a")),
+    ):
+        computed.check(step, names)
+        computed.advance(step, names)
+    computed.forget("a")
+    computed.forget("never seen")
+    computed.check(batch([0, 6], [1, 1]), ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("step", "names", "problem"),
+    [
+        (batch([4], [9]), ("a",), "batch expected at most 8 rows, got 9; raise chunk_tokens"),
+        (batch([4, 0], [1, 1]), ("a",), "request_ids expected 2 ids, got 1"),
+        (batch([4, 4], [1, 1]), ("a", "a"), "request_ids expected each id once a step, got 'a'"),
+        (batch([0], [5]), ("a",), "request a expected to continue at position 4, got 0"),
+        (batch([5], [1]), ("a",), "request a expected to continue at position 4, got 5"),
+        (batch([4, 1], [1, 1]), ("a", "b"), "request b expected to continue at position 0, got 1"),
+    ],
+)
+def test_what_does_not_continue_is_refused(
+    step: StepBatch, names: tuple[str, ...], problem: str
+) -> None:
+    computed = ComputedTokens(max_rows=8)
+    first = batch([0], [4])
+    computed.check(first, ("a",))
+    computed.advance(first, ("a",))
+    with pytest.raises(ValueError, match=f"^{problem}") as caught:
+        computed.check(step, names)
+    assert "\n" not in str(caught.value)
+    assert "; " in str(caught.value), "no remedy"
+
+
+def test_the_runner_refuses_before_it_computes(model: TextModel) -> None:
+    seen: list[ComputedStep] = []
+    limits = EngineConfig(max_requests=2, chunk_tokens=8)
+    runner = ModelRunner(
+        model, cache_config(model.config, limits, 64), max_rows=8, observe=seen.append
+    )
+    whole = batch([0], [6])
+    logits = runner.run(whole, ("a",))
+    assert logits.shape == (1, 320)
+    before = {name: tensor.clone() for name, tensor in seen[0].pool.tensors().items()}
+    for step, names in (
+        (whole, ("a",)),
+        (batch([6], [9]), ("a",)),
+        (batch([6, 6], [1, 1]), ("a", "a")),
+        (replace(batch([6], [1]), num_logits=torch.tensor([2], dtype=torch.int32)), ("a",)),
+    ):
+        with pytest.raises(ValueError, match=" expected "):
+            runner.run(step, names)
+    assert len(seen) == 1
+    assert all(torch.equal(tensor, before[name]) for name, tensor in seen[0].pool.tensors().items())
+    # A refused step counts for nothing: the next rows are still the next ones.
+    runner.run(batch([6], [1]), ("a",))
+    runner.forget("a")
+    assert torch.equal(runner.run(whole, ("a",)), logits)
