@@ -1,0 +1,1 @@
+"""Benchmarks: pcpkit's operators beside the kernels their users run today."""
