@@ -50,8 +50,8 @@ def base_of(view: Tensor) -> Tensor:
 def differing(got: Tensor, want: Tensor) -> tuple[float, int]:
     """Fraction of BF16 elements whose bits differ, and the largest difference in units of bits.
 
-    For results behind a transcendental function whose last float64 bit depends on the library: such
-    a bit moves a BF16 rounding about once in 10^7 values, and then by one.
+    For results behind float64 arithmetic whose last bit depends on the library or the order: such a
+    bit seldom moves a BF16 rounding, and then by one. The caller states how seldom.
     """
     ours, theirs = bits(got.cpu()).int(), bits(want.cpu()).int()
     gap = (ours - theirs).abs()
