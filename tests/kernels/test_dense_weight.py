@@ -26,7 +26,8 @@ def test_values_are_exact_and_in_order(device: str, order: int, num_cols: int, d
     shape = (-(-num_cols // 32), depth // 32)
     scale = torch.randint(10, 246, shape, generator=generator).to(torch.uint8)
     scale[0, -1] = 255
-    want = prepare_operand(fp8_block_dequantize(codes, scale).bfloat16(), False, order)
+    values = fp8_block_dequantize(codes, scale).bfloat16()
+    want = prepare_operand(values.to(device), False, order)
     got = dense_weight(spaced(codes.to(device)), spaced(scale.to(device)), order)
     assert same_bits(got, want)
 

@@ -64,6 +64,20 @@ def _dot_kernel(a_ptr, b_ptr, out_ptr, N: tl.constexpr):
     tl.store(out_ptr + rows * N + columns, _jit.dot(a, b, acc))
 
 
+@triton.jit
+def _minus_zeros_kernel(out_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out_ptr + at, _jit.minus_zeros([BLOCK]))
+
+
+@pytest.mark.parametrize("device", MODES)
+def test_minus_zeros_keep_their_sign(device: str) -> None:
+    """The compiler makes +0.0 of `tl.full(shape, -0.0, ..)`, the interpreter does not."""
+    out = torch.ones(16, device=device)
+    _minus_zeros_kernel[(1,)](out, 16)
+    assert same_bits(out, torch.full((16,), -0.0))
+
+
 def _run(function: Any, x: Tensor, dtype: torch.dtype, device: str) -> Tensor:
     """FUNCTION of every value of the CPU tensor `x`, back on the CPU."""
     source = x.to(device)

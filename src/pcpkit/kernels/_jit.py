@@ -11,6 +11,8 @@ Traps of the interpreter (Triton 3.6 to 3.9), each hidden by a helper that works
 | `tl.dot` of BF16 operands     | multiplies the raw 16-bit integers  | `dot`             |
 | `+ - * / < max` on BF16       | act on the raw 16-bit integers      | `from_bfloat16`   |
 
+One trap is the compiler's: `tl.full` of -0.0 gives +0.0 compiled; use `minus_zeros`.
+
 Codecs mirror `pcpkit.formats` bit for bit; that module states the rules. Kernels that must match
 their reference bit for bit are launched with ``enable_fp_fusion=False``: the references round every
 product and every sum.
@@ -71,6 +73,12 @@ def dot(a, b, acc):
     if INTERPRETED:
         return tl.dot(widen(a), widen(b), acc, input_precision="ieee")
     return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def minus_zeros(shape):
+    """FP32 -0.0, the neutral element of addition: a first term of either sign keeps its bits."""
+    return tl.full(shape, -0x80000000, tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -26,7 +26,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pcpkit.kernels._jit import INTERPRETED, dot, e2m1_decode, e8m0_decode, to_bfloat16
+from pcpkit.kernels._jit import (
+    INTERPRETED,
+    dot,
+    e2m1_decode,
+    e8m0_decode,
+    minus_zeros,
+    to_bfloat16,
+)
 
 MAX_SPREAD = tl.constexpr(9)
 _INF = tl.constexpr(float("inf"))
@@ -306,7 +313,7 @@ def tile_kernel(
                         query_ptr = queries_ptr + source * (NUM_HEADS * DIM) + channel
                         weight_ptr = weights_ptr + source * NUM_HEADS
                         # -0 is the neutral element: the first term keeps its bits.
-                        total = tl.full([BLOCK_M, BLOCK_N], -0.0, tl.float32)
+                        total = minus_zeros([BLOCK_M, BLOCK_N])
                         for head in tl.range(0, NUM_HEADS, num_stages=STAGES):
                             query = tl.load(query_ptr + head * DIM)
                             weight = tl.load(weight_ptr + head)
@@ -445,9 +452,9 @@ def row_kernel(
                 weight = tl.load(
                     weights_ptr + row * NUM_HEADS + head, mask=head < NUM_HEADS, other=0.0
                 )
-                nothing = tl.full([BLOCK_N, BLOCK_HEADS], -0.0, tl.float32)
+                nothing = minus_zeros([BLOCK_N, BLOCK_HEADS])
                 terms = _add_head(nothing, dots, weight[None, :])
-                nothing = tl.full([BLOCK_N], -0.0, tl.float32)
+                nothing = minus_zeros([BLOCK_N])
                 total = _add_heads(nothing, terms, BLOCK_HEADS, NUM_HEADS)
                 shown = (column < limit) & mapped
                 if CANDIDATE_BLOCK > 0:
