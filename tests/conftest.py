@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -48,6 +49,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Triton decides when a kernel is decorated, so one process runs either mode, never both.
     """
+    if "pcpkit.kernels._jit" in sys.modules:
+        raise pytest.UsageError(
+            "conftest files expected to import pcpkit inside fixtures, got it imported already; "
+            "move the import into the fixture"
+        )
     compiled = selects_device_tests(config.option.markexpr) and torch.cuda.is_available()
     config.stash[COMPILED] = compiled
     if compiled:

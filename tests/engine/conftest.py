@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
-from pcpkit.model.decoder import TextModel
-
-from .small_model import small_model
+if TYPE_CHECKING:
+    from pcpkit.model.decoder import TextModel
 
 
 @pytest.fixture(scope="session")
 def model() -> TextModel:
+    # A conftest may be loaded before tests/conftest.py has chosen how Triton runs.
+    from .small_model import small_model
+
     return small_model()
