@@ -18,9 +18,8 @@ from benchmarks.case import (
     several,
 )
 from pcpkit.kernels.compressor import (
-    close_groups,
+    close_and_write_ring,
     close_groups_reference,
-    write_ring,
     write_ring_reference,
 )
 from tests.kernels.inputs_compressor import bench_inputs
@@ -42,8 +41,7 @@ def make(num_rows: int, dim: int, device: str) -> Run:
     before = given.ring.clone()
 
     def call() -> tuple[Tensor, Tensor]:
-        latents = close_groups(*given.close)
-        write_ring(*given.open)
+        latents = close_and_write_ring(*given.close, *given.open[:3])
         return latents, given.ring
 
     def check(output: Output) -> str:
@@ -66,7 +64,7 @@ def cases(tiny: bool = False) -> list[BenchCase]:
     return [
         BenchCase(
             op="compressor",
-            shape=f"close_groups + write_ring T={num_rows} ratio 2",
+            shape=f"close_and_write_ring T={num_rows} ratio 2",
             make=partial(make, num_rows, dim),
             peers=(VLLM_COMPRESS,),
             quick=True,

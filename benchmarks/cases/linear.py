@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.case import BenchCase, Output, Peer, Run, one, require_close, sample_rows
+from benchmarks.case import BenchCase, Output, Peer, Run, one, require_close, sample_rows, several
 from benchmarks.inputs import HIDDEN, Draw
 from benchmarks.timing import Call
 from pcpkit.formats import fp8_block_dequantize
@@ -16,6 +16,7 @@ from pcpkit.kernels.linear import (
     linear_bf16,
     linear_bf16_reference,
     linear_fp8,
+    linear_fp8_pair,
     linear_fp8_reference,
     linear_grouped,
     linear_grouped_reference,
@@ -30,7 +31,10 @@ FP32_LIMIT = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Projection:
-    """A weight of the model; ``groups`` are input groups ("fp8") or diagonal blocks ("grouped")."""
+    """A weight of the model; ``groups`` are input groups ("fp8") or diagonal blocks ("grouped").
+
+    A "pair" is two FP8 weights over the same input, of ``num_out`` and ``second_out`` rows.
+    """
 
     name: str
     kind: str
@@ -38,6 +42,7 @@ class Projection:
     num_in: int
     groups: int = 1
     keeps_fp32: bool = False
+    second_out: int = 0
 
 
 # Attention, compressor and indexer, then MoE, Engram and head.
@@ -45,10 +50,12 @@ PROJECTIONS = (
     Projection(name="wq_a", kind="fp8", num_out=1280, num_in=HIDDEN),
     Projection(name="wq_b", kind="fp8", num_out=32768, num_in=1280),
     Projection(name="wkv", kind="fp8", num_out=512, num_in=HIDDEN),
+    Projection(name="wq_a + wkv", kind="pair", num_out=1280, second_out=512, num_in=HIDDEN),
     Projection(name="wo_a", kind="grouped", num_out=8192, num_in=4096, groups=8),
     Projection(name="wo_b", kind="fp8", num_out=HIDDEN, num_in=8192, groups=8),
     Projection(name="indexer.wq_b", kind="fp8", num_out=4096, num_in=1280),
     Projection(name="shared.w1", kind="fp8", num_out=2304, num_in=HIDDEN),
+    Projection(name="shared.w1 + w3", kind="pair", num_out=2304, second_out=2304, num_in=HIDDEN),
     Projection(name="shared.w2", kind="fp8", num_out=HIDDEN, num_in=2304),
     Projection(name="engram.wkv", kind="fp8", num_out=25600, num_in=6144),
     Projection(name="compressor.wkv", kind="bf16", num_out=512, num_in=HIDDEN, keeps_fp32=True),
@@ -57,8 +64,11 @@ PROJECTIONS = (
     Projection(name="gate", kind="bf16", num_out=384, num_in=HIDDEN, keeps_fp32=True),
     Projection(name="head", kind="bf16", num_out=129280, num_in=HIDDEN, keeps_fp32=True),
 )
+ALONE = ("wq_a", "wkv", "shared.w1")
+"""What the model runs in pairs; alone for information."""
 TINY = (
     Projection(name="wo_a", kind="grouped", num_out=128, num_in=64, groups=2),
+    Projection(name="wq_a + wkv", kind="pair", num_out=64, second_out=32, num_in=128),
     Projection(name="wo_b", kind="fp8", num_out=64, num_in=128, groups=2),
     Projection(name="gate", kind="bf16", num_out=48, num_in=64, keeps_fp32=True),
 )
@@ -71,6 +81,8 @@ def make(projection: Projection, num_rows: int, device: str) -> Run:
         return _make_bf16(draw, projection, num_rows)
     if projection.kind == "grouped":
         return _make_grouped(draw, projection, num_rows)
+    if projection.kind == "pair":
+        return _make_pair(draw, projection, num_rows)
     return _make_fp8(draw, projection, num_rows)
 
 
@@ -92,6 +104,32 @@ def _make_fp8(draw: Draw, projection: Projection, num_rows: int) -> Run:
 
     flops = 2.0 * num_rows * weight.numel()
     num_bytes = x.nbytes + weight.nbytes + scale.nbytes + 2.0 * num_rows * weight.shape[0]
+    return Run(call=call, check=check, flops=flops, num_bytes=num_bytes, peers={CUBLAS: cublas})
+
+
+def _make_pair(draw: Draw, projection: Projection, num_rows: int) -> Run:
+    x = draw.activations(num_rows, projection.num_in)
+    sizes = (projection.num_out, projection.second_out)
+    weights = [draw.fp8_weight(num_out, projection.num_in) for num_out in sizes]
+
+    def call() -> tuple[Tensor, Tensor]:
+        return linear_fp8_pair(x, *weights[0], *weights[1], True)
+
+    def check(output: Output) -> str:
+        rows = sample_rows(num_rows, 16, draw.device)
+        note = ""
+        for name, got, weight in zip(("first", "second"), several(output), weights, strict=True):
+            want = linear_fp8_reference(x[rows], *weight, True)
+            note = require_close(name, got[rows], want, BF16_LIMIT)
+        return note
+
+    def cublas() -> Call:
+        first, second = (fp8_block_dequantize(*weight).bfloat16() for weight in weights)
+        return lambda: (x @ first.t(), x @ second.t())
+
+    num_weights = projection.num_in * sum(sizes)
+    num_bytes = x.nbytes + num_weights * (1 + 1 / 1024) + 2.0 * num_rows * sum(sizes)
+    flops = 2.0 * num_rows * num_weights
     return Run(call=call, check=check, flops=flops, num_bytes=num_bytes, peers={CUBLAS: cublas})
 
 
@@ -149,7 +187,8 @@ def _case(projection: Projection, num_rows: int, *, target: bool, quick: bool) -
         target=">= 70% rate" if target else "",
         max_ratio=1 / 0.7 if target else None,
     )
-    sizes = f"{projection.num_out}x{projection.num_in}"
+    second = f"+{projection.second_out}" if projection.second_out else ""
+    sizes = f"{projection.num_out}{second}x{projection.num_in}"
     return BenchCase(
         op="linear",
         shape=f"{projection.name} M={num_rows} {sizes} {projection.kind}",
@@ -169,5 +208,6 @@ def cases(tiny: bool = False) -> list[BenchCase]:
             if num_rows == 4096 and projection.name == "head":
                 continue
             quick = num_rows == 4096 and projection.name in ("wq_b", "wo_a", "wo_b")
-            found.append(_case(projection, num_rows, target=num_rows == 4096, quick=quick))
+            target = num_rows == 4096 and projection.name not in ALONE
+            found.append(_case(projection, num_rows, target=target, quick=quick))
     return found

@@ -95,7 +95,7 @@ def test_targets_of_the_project_are_asked_for() -> None:
         ("sparse_mla", "prefill", "<= 1x"),
         ("sparse_mla", "decode", "<= 1.5x"),
         ("cache_write", "cache_write", "<= 1x"),
-        ("compressor", "close_groups", "<= 1x"),
+        ("compressor", "close_and_write_ring", "<= 1x"),
         ("indexer", "index_scores", ">= 0.5x rate"),
         ("topk", "T=4096", ">= 3x faster"),
         ("linear", "wq_b", ">= 70% rate"),

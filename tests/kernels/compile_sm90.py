@@ -23,12 +23,14 @@ from triton.compiler import ASTSource
 
 from pcpkit.formats import RECORD_FORMATS
 from pcpkit.kernels import (
+    _dense_weight,
     cache_write,
     hyper_connection,
     hyper_connection_mix,
     norm,
     record_move,
     rope,
+    sparse_mla_rows,
 )
 
 BFLOAT16, FLOAT32, BYTES, INT64 = "*bf16", "*fp32", "*u8", "*i64"
@@ -98,6 +100,27 @@ def cases() -> Iterator[Case]:
     for extra in ({}, {"num_rows": 1}):  # Triton compiles an argument of 1 as a constant
         yield hyper_connection_mix._project_kernel, {}, {**project, **extra}, {"num_stages": 3}
         yield hyper_connection_mix._coefficients_kernel, {}, {**finish, **extra}, exact
+    collect = {
+        "WINDOW": 128, "WINDOW_PAGE": 32, "PAGE": 64, "DIM": 512,
+        "ROWS": sparse_mla_rows._ROWS_PER_PROGRAM, "BLOCK": sparse_mla_rows._SLOTS_PER_PROGRAM,
+    }  # fmt: skip
+    pointers = dict.fromkeys(
+        ("index_ptr", "request_ptr", "floor_ptr", "window_table_ptr", "table_ptr", "selection_ptr"),
+        "*i32",
+    )
+    pointers |= {"window_ptr": BYTES, "compressed_ptr": BYTES, "rows_ptr": BFLOAT16}
+    for holds in (sparse_mla_rows.POOL, sparse_mla_rows.REQUESTS, sparse_mla_rows.QUERIES):
+        parts = {"WINDOW_HOLDS": holds.value, "COMPRESSED_HOLDS": holds.value}
+        for packed in (True, False):
+            constants = {**collect, **parts, "PACKED": packed}
+            warps = {"num_warps": sparse_mla_rows._WARPS}
+            yield sparse_mla_rows._collect_kernel, pointers, constants, warps
+    names = ("first_ptr", "first_scale_ptr", "second_ptr", "second_scale_ptr")
+    pointers = {**dict.fromkeys(names, BYTES), "weights_ptr": BFLOAT16, "operand_ptr": BFLOAT16}
+    for order in (0, 8):
+        constants = {"ORDER": order, "ROWS": _dense_weight._ROWS, "DEPTH": _dense_weight._DEPTH}
+        warps = {"num_warps": _dense_weight._WARPS}
+        yield _dense_weight._prepare_kernel, pointers, constants, warps
 
 
 def compile_case(case: Case) -> str:

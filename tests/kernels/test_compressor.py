@@ -1,9 +1,10 @@
-"""close_groups and write_ring: reference against brute force, kernel against reference."""
+"""The compressor: reference against brute force, kernels against the reference."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from pcpkit.kernels import compressor
 from pcpkit.kernels.compressor import (
+    close_and_write_ring,
+    close_and_write_ring_reference,
     close_groups,
     close_groups_reference,
     write_ring,
@@ -255,6 +258,58 @@ def test_a_ring_row_is_read_before_it_is_replaced(device: str) -> None:
     assert same_bits(ring[0, 0], inputs.rows[1])
 
 
+def step_inputs(inputs: CompressorInputs) -> tuple[Any, ...]:
+    """Arguments of ``close_and_write_ring``; the ring rows that are read are distinct."""
+    first_ring = inputs.rows.shape[0] + inputs.gathered_rows.shape[0]
+    seen: set[int] = set()
+    predecessors = inputs.predecessors.clone()
+    for group, predecessor in enumerate(predecessors.tolist()):
+        if predecessor >= first_ring and predecessor in seen:
+            predecessors[group] = -1
+        seen.add(predecessor)
+    return (*replace(inputs, predecessors=predecessors).close, *inputs.open[:3])
+
+
+@pytest.mark.parametrize("device", MODES)
+@few
+@given(seed=st.integers(0, 2**31), num_groups=st.integers(0, 12), spread=st.booleans())
+def test_one_launch_equals_both(device: str, seed: int, num_groups: int, spread: bool) -> None:
+    """Ring rows that are read, replaced, both, or neither; strided rows and rings as well."""
+    inputs = draw(num_rows=6, num_gathered=2, num_groups=num_groups, dim=24, seed=seed)
+    if not spread:
+        # As many groups as possible read a ring row that is replaced.
+        predecessors = torch.where(inputs.ring_slots >= 0, 6 + 2 + inputs.ring_slots, -1)
+        inputs = replace(inputs, predecessors=predecessors)
+    want_ring, got_ring = inputs.ring.clone(), spaced(inputs.ring.to(device))
+    arguments = step_inputs(replace(inputs, ring=want_ring))
+    want = close_and_write_ring_reference(*arguments)
+    here: list[Any] = [x.to(device) if isinstance(x, Tensor) else x for x in arguments]
+    here[0], here[2], here[7] = spaced(here[0]), got_ring, spaced(here[7])
+    got = compressor._launch(*here)
+    assert same_bits(got, want)
+    outside = base_of(spaced(inputs.ring))
+    outside[1:-2, 1:-2, 1:-2] = want_ring
+    assert torch.equal(bits(base_of(got_ring).cpu()), bits(outside))
+
+
+@pytest.mark.parametrize("device", MODES)
+def test_every_request_replaces_the_row_it_reads(device: str) -> None:
+    """More groups and open rows than one scan covers; each slot is read by another program."""
+    count = 600 if device == "cuda" else 140
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(2 * count, 32, generator=generator).to(device)
+    ring = torch.randn(count, 2, 32, generator=generator).to(device)
+    request, weight = torch.arange(count, device=device), torch.ones(16, device=device).bfloat16()
+    links = 2 * request, len(rows) + 2 * request.flip(0)
+    before = ring.clone()
+    want = compressor._launch(rows, rows[:0], before, *links, weight, EPS)
+    opened = rows, 2 * request + 1, 2 * request
+    got = compressor._launch(rows, rows[:0], ring, *links, weight, EPS, *opened)
+    assert same_bits(got, want)
+    assert same_bits(ring[:, 0], rows[1::2])
+    assert same_bits(ring[:, 1], before[:, 1])
+
+
 def test_channels_must_be_contiguous() -> None:
     inputs = draw(num_rows=4, num_gathered=0, num_groups=2, dim=16, seed=0)
     apart = inputs.ring.repeat_interleave(2, dim=2)[..., ::2]
@@ -275,7 +330,7 @@ def test_public_functions_name_what_does_not_fit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dim", "block_dim", "num_warps"), [(512, 512, 2), (1024, 1024, 4), (48, 64, 1), (1, 1, 1)]
+    ("dim", "block_dim", "num_warps"), [(512, 512, 4), (1024, 1024, 8), (48, 64, 1), (1, 1, 1)]
 )
 def test_launch_choice(dim: int, block_dim: int, num_warps: int) -> None:
     choice = compressor._choose_launch(dim)
@@ -286,6 +341,7 @@ def test_ops_are_registered_correctly() -> None:
     inputs = draw(num_rows=5, num_gathered=2, num_groups=4, dim=16, seed=0)
     torch.library.opcheck(torch.ops.pcpkit.close_groups.default, inputs.close)
     torch.library.opcheck(torch.ops.pcpkit.write_ring.default, inputs.open)
+    torch.library.opcheck(torch.ops.pcpkit.close_and_write_ring.default, step_inputs(inputs))
 
 
 def step(
@@ -293,10 +349,11 @@ def step(
     source_rows: Tensor,
     ring_slots: Tensor,
 ) -> Tensor:
-    """Both public functions, as a model calls them."""
+    """Both public functions, in two launches and in one."""
     latents = close_groups(*close)
     write_ring(close[0], source_rows, ring_slots, close[2])
-    return latents
+    again = close_and_write_ring(*close, close[0], source_rows, ring_slots)
+    return torch.cat([latents, again])
 
 
 def test_compiles_into_one_graph() -> None:

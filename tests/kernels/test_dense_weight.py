@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pcpkit.formats import fp8_block_dequantize
 from pcpkit.kernels import linear as module
-from pcpkit.kernels._dense_weight import dense_weight
+from pcpkit.kernels._dense_weight import dense_weight, prepare_many
 from pcpkit.kernels._operand import CHANNEL_ORDER, prepare_operand
 
 from .bits import MODES, same_bits, spaced
@@ -30,6 +30,22 @@ def test_values_are_exact_and_in_order(device: str, order: int, num_cols: int, d
     want = prepare_operand(values.to(device), False, order)
     got = dense_weight(spaced(codes.to(device)), spaced(scale.to(device)), order)
     assert same_bits(got, want)
+
+
+@pytest.mark.parametrize("device", MODES)
+@pytest.mark.parametrize("order", [CHANNEL_ORDER, 8])
+@pytest.mark.parametrize("num_weights", [1, 2])
+def test_one_launch_prepares_rows_and_weights(num_weights: int, order: int, device: str) -> None:
+    inputs = draw_linear(9, 72, 576, seed=2).to(device)
+    weights = [(inputs.weight[:40], inputs.fp8[2][:2]), (inputs.weight[40:], inputs.fp8[2][1:])]
+    weights = weights[:num_weights]
+    x = spaced(inputs.x)
+    operand, dense = prepare_many(x, weights, True, order)
+    assert same_bits(operand, prepare_operand(x, True, order))
+    assert same_bits(dense, torch.cat([dense_weight(*weight, order) for weight in weights]))
+    operand, dense_again = prepare_many(x, weights, False, order)
+    assert operand is x
+    assert same_bits(dense_again, dense)
 
 
 def run(x: Tensor, weight: Tensor, scale: Tensor, parts: int) -> tuple[Tensor, ...]:

@@ -16,7 +16,7 @@ from pcpkit.formats import RECORD_FORMATS
 from pcpkit.kernels import sparse_mla as module
 from pcpkit.kernels.sparse_mla import choose_launch, sparse_mla, sparse_mla_reference
 from pcpkit.kernels.sparse_mla_decode import attend_few
-from pcpkit.kernels.sparse_mla_rows import POOL, QUERIES, REQUESTS, choose_part
+from pcpkit.kernels.sparse_mla_rows import POOL, QUERIES, REQUESTS, choose_part, collect_rows
 
 from .bits import MODES, base_of, same_bits, spaced
 from .inputs_sparse_mla import AttentionInputs, draw_inputs
@@ -282,6 +282,19 @@ def test_workspace_is_the_smallest(pool: int, requests: int, queries: int, holds
     assert part.num_rows == min(pool, requests, queries)
 
 
+def with_spare_pages(inputs: AttentionInputs, count: int) -> AttentionInputs:
+    """The same call with ``count`` more pages of NaN records in both caches."""
+
+    def grown(cache: Tensor) -> Tensor:
+        return torch.cat([cache, cache.new_full((count, *cache.shape[1:]), 255)])
+
+    return replace(
+        inputs,
+        window_cache=grown(inputs.window_cache),
+        compressed_cache=grown(inputs.compressed_cache),
+    )
+
+
 @pytest.mark.parametrize("device", MODES)
 @pytest.mark.parametrize("num_rows", [1, 9, 40])
 @pytest.mark.parametrize("spare_pages", [0, 40])
@@ -289,17 +302,52 @@ def test_every_workspace_gives_the_same_bits(num_rows: int, spare_pages: int, de
     """1 row holds queries; 40 rows hold the pool, or the requests when the pool is large."""
     inputs = draw_inputs(num_rows=40, num_reqs=1, device=device, seed=9)
     want, _ = run_kernel(inputs.rows(torch.arange(40, device=device)))
-    spare = inputs.window_cache.new_full((spare_pages, *inputs.window_cache.shape[1:]), 255)
-    unused = inputs.compressed_cache.new_full(
-        (spare_pages, *inputs.compressed_cache.shape[1:]), 255
-    )
-    larger = replace(
-        inputs,
-        window_cache=torch.cat([inputs.window_cache, spare]),
-        compressed_cache=torch.cat([inputs.compressed_cache, unused]),
-    )
+    larger = with_spare_pages(inputs, spare_pages)
     out, _ = run_kernel(larger.rows(torch.arange(num_rows, device=device)))
     assert same_bits(out, want[:num_rows])
+
+
+def assert_collects(inputs: AttentionInputs, queries: list[int]) -> None:
+    """Every slot of ``queries`` leads to the bytes of its decoded record, or is -1 if skipped."""
+    arguments = inputs.arguments
+    rows, index = collect_rows(*arguments[1:9], *arguments[11:], inputs.query)
+    for query in queries:
+        used = index[query][index[query] >= 0]
+        want = slots_of(inputs, query)
+        assert used.shape[0] == len(want)
+        if want:
+            assert same_bits(rows[used.long()], torch.stack(want).to(rows.dtype))
+
+
+@pytest.mark.parametrize("device", MODES)
+@pytest.mark.parametrize("record", ["nvfp4", "mxfp8"])
+@pytest.mark.parametrize("num_rows", [1, 9, 40])
+@pytest.mark.parametrize("spare_pages", [0, 40])
+def test_collected_rows_are_the_records(
+    num_rows: int, spare_pages: int, record: str, device: str
+) -> None:
+    """All parts of the one launch, whatever the workspace holds; unmapped pages and -1 skipped."""
+    inputs = draw_inputs(num_rows=40, num_reqs=2, record=record, device=device, seed=11)
+    inputs.selection[0, :3] = -1
+    inputs.block_table[1, 0] = -1
+    part = with_spare_pages(inputs, spare_pages).rows(torch.arange(num_rows, device=device))
+    assert_collects(part, list(range(0, num_rows, 4)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [17, 64, 700])
+def test_collected_rows_of_model_shapes(num_rows: int) -> None:
+    inputs = draw_inputs(
+        num_rows=num_rows,
+        num_heads=8,
+        head_dim=512,
+        window_size=128,
+        num_selected=512,
+        num_reqs=3,
+        length=2000,
+        device="cuda",
+    )
+    assert_collects(inputs, [0, 5, num_rows // 2, num_rows - 1])
 
 
 def test_launch_depends_on_heads_only() -> None:

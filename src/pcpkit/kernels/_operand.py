@@ -46,6 +46,15 @@ def in_order(values, ROWS: tl.constexpr, DEPTH: tl.constexpr, ORDER: tl.constexp
     return values
 
 
+@triton.jit
+def mxfp8_rounded(x, ROWS: tl.constexpr, DEPTH: tl.constexpr):
+    """BF16 values of ``x`` [ROWS, DEPTH] rounded to MXFP8, 32 channels a group."""
+    codes, scales = quantize_mxfp8(x.to(tl.float32), ROWS, DEPTH, 32)
+    groups = tl.reshape(codes, [ROWS, DEPTH // 32, 32])
+    values = e4m3_decode(groups).to(tl.float32) * e8m0_decode(scales)[:, :, None]
+    return to_bfloat16(tl.reshape(values, [ROWS, DEPTH]))
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _operand_kernel(
     x_ptr,
@@ -75,10 +84,7 @@ def _operand_kernel(
         other=0.0,
     )
     if QUANTIZE:
-        codes, scales = quantize_mxfp8(x.to(tl.float32), BLOCK_ROWS, BLOCK_DEPTH, 32)
-        groups = tl.reshape(codes, [BLOCK_ROWS, BLOCK_DEPTH // 32, 32])
-        values = e4m3_decode(groups).to(tl.float32) * e8m0_decode(scales)[:, :, None]
-        x = to_bfloat16(tl.reshape(values, [BLOCK_ROWS, BLOCK_DEPTH]))
+        x = mxfp8_rounded(x, BLOCK_ROWS, BLOCK_DEPTH)
     x = in_order(x, BLOCK_ROWS, BLOCK_DEPTH, ORDER)
     tl.store(
         out_ptr + rows[:, None] * stride_out + channels[None, :],

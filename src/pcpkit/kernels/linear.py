@@ -5,6 +5,7 @@
   or used as it is (weight-only numerics). The input channels form ``num_groups`` equal groups: one
   FP32 partial sum a group, added in ascending group order, one rounding to BF16. That order is
   what lets an output projection split over tensor-parallel ranks give the same bits.
+- ``linear_fp8_pair``: two such layers over the same input, in one.
 - ``linear_grouped``: the same for a block-diagonal weight: group ``g`` of the input meets rows
   ``g * out_per_group ...`` of the weight (the grouped output projection, section 3.8).
 - ``linear_bf16``: BF16 weight, FP32 accumulation, output rounded to ``BF16`` or kept in FP32.
@@ -16,12 +17,15 @@ Source of the arithmetic: model-spec section 0.6.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from pcpkit.formats import dequantize_mxfp8, fp8_block_dequantize, quantize_mxfp8
-from pcpkit.kernels._dense_weight import MANY_ROWS, dense_weight
+from pcpkit.kernels._dense_weight import MANY_ROWS, ScaledWeight, dense_weight, prepare_many
 from pcpkit.kernels._gemm import gemm
+from pcpkit.kernels._gemm_many import gemm_many
 from pcpkit.kernels._operand import CHANNEL_ORDER, ORDER_BLOCK, prepare_operand
 from pcpkit.kernels._ops import check_dtype, check_shape, register_op
 from pcpkit.kernels._reference import matmul_f64
@@ -77,6 +81,52 @@ def linear_fp8_reference(
     for start in range(size, weight.shape[1], size):
         total += matmul_f64(operand[:, start : start + size], dense[:, start : start + size])
     return total.bfloat16()
+
+
+def linear_fp8_pair(
+    x: Tensor,
+    first: Tensor,
+    first_scale: Tensor,
+    second: Tensor,
+    second_scale: Tensor,
+    quantize: bool,
+) -> tuple[Tensor, Tensor]:
+    """Two layers over the same rows, which are quantized once.
+
+    Bit for bit :func:`linear_fp8` of each.
+
+    Args:
+        x: ``(num_rows, in_features)`` bf16.
+        first, second: weights ``(out_features, in_features)`` uint8, raw E4M3 bytes.
+        first_scale, second_scale: their E8M0 bytes, one per 32 x 32 block.
+        quantize: quantize ``x`` to MXFP8 first (released numerics).
+
+    Returns:
+        Both results, bf16, as columns of one tensor: a row is contiguous, rows are not.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    _check_fp8(x, first, 1)
+    _check_fp8(x, second, 1)
+    both = _linear_fp8_pair_op(x, first, first_scale, second, second_scale, quantize)
+    return both[:, : first.shape[0]], both[:, first.shape[0] :]
+
+
+def linear_fp8_pair_reference(
+    x: Tensor,
+    first: Tensor,
+    first_scale: Tensor,
+    second: Tensor,
+    second_scale: Tensor,
+    quantize: bool,
+) -> Tensor:
+    """The specification of :func:`linear_fp8_pair`: both results side by side."""
+    results = [
+        linear_fp8_reference(x, first, first_scale, quantize),
+        linear_fp8_reference(x, second, second_scale, quantize),
+    ]
+    return torch.cat(results, dim=1)
 
 
 def linear_fp8_partials(
@@ -168,16 +218,42 @@ def _launch_fp8(
     out = x.new_empty(x.shape[0], weight.shape[0])
     if out.numel() == 0:
         return out
+    _multiply_fp8(x, [(weight, scale)], out, quantize, num_groups)
+    return out
+
+
+def _multiply_fp8(
+    x: Tensor, weights: Sequence[ScaledWeight], out: Tensor, quantize: bool, num_groups: int
+) -> None:
+    """``out`` = the layers of one or two weights side by side."""
+    x = _contiguous_channels(x)
     # The order is a property of the weight: it never depends on the rows.
     ordered = quantize and (x.shape[1] // num_groups) % ORDER_BLOCK[8] == 0
     order = 8 if ordered else CHANNEL_ORDER
-    operand = prepare_operand(_contiguous_channels(x), quantize, order)
+    columns = out.unsqueeze(1)
     if x.shape[0] >= MANY_ROWS:
-        dense = dense_weight(weight, scale, order)
-        gemm(operand.unsqueeze(1), dense, None, out.unsqueeze(1), num_parts=num_groups)
-    else:
-        columns = out.unsqueeze(1)
-        gemm(operand.unsqueeze(1), weight, scale, columns, num_parts=num_groups, order=order)
+        operand, dense = prepare_many(x, weights, quantize, order)
+        gemm_many(operand.unsqueeze(1), dense, columns, num_parts=num_groups)
+        return
+    operand = prepare_operand(x, quantize, order).unsqueeze(1)
+    start = 0
+    for weight, scale in weights:
+        part = columns[:, :, start : start + weight.shape[0]]
+        gemm(operand, weight, scale, part, num_parts=num_groups, order=order)
+        start += weight.shape[0]
+
+
+def _launch_fp8_pair(
+    x: Tensor,
+    first: Tensor,
+    first_scale: Tensor,
+    second: Tensor,
+    second_scale: Tensor,
+    quantize: bool,
+) -> Tensor:
+    out = x.new_empty(x.shape[0], first.shape[0] + second.shape[0])
+    if out.numel():
+        _multiply_fp8(x, [(first, first_scale), (second, second_scale)], out, quantize, 1)
     return out
 
 
@@ -208,7 +284,7 @@ def _launch_grouped(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     if out.numel() == 0:
         return out
     if x.shape[0] >= MANY_ROWS:
-        gemm(_contiguous_channels(x), dense_weight(weight, scale, CHANNEL_ORDER), None, out)
+        gemm_many(_contiguous_channels(x), dense_weight(weight, scale, CHANNEL_ORDER), out)
     else:
         gemm(_contiguous_channels(x), weight, scale, out)
     return out
@@ -216,8 +292,13 @@ def _launch_grouped(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
 
 def _launch_bf16(x: Tensor, weight: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
     out = x.new_empty(x.shape[0], weight.shape[0], dtype=out_dtype)
-    if out.numel():
-        gemm(_contiguous_channels(x).unsqueeze(1), weight, None, out.unsqueeze(1))
+    if out.numel() == 0:
+        return out
+    rows = _contiguous_channels(x).unsqueeze(1)
+    if x.shape[0] >= MANY_ROWS:
+        gemm_many(rows, weight, out.unsqueeze(1))
+    else:
+        gemm(rows, weight, None, out.unsqueeze(1))
     return out
 
 
@@ -225,6 +306,12 @@ def _fake_fp8(
     x: Tensor, weight: Tensor, scale: Tensor, quantize: bool, num_groups: int = 1
 ) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def _fake_fp8_pair(
+    x: Tensor, first: Tensor, first_scale: Tensor, second: Tensor, *_: object
+) -> Tensor:
+    return x.new_empty(x.shape[0], first.shape[0] + second.shape[0])
 
 
 def _fake_fp8_partials(
@@ -246,6 +333,13 @@ _linear_fp8_op = register_op(
     reference=linear_fp8_reference,
     fake=_fake_fp8,
     launch=_launch_fp8,
+)
+_linear_fp8_pair_op = register_op(
+    "linear_fp8_pair(Tensor x, Tensor first, Tensor first_scale, Tensor second,"
+    " Tensor second_scale, bool quantize) -> Tensor",
+    reference=linear_fp8_pair_reference,
+    fake=_fake_fp8_pair,
+    launch=_launch_fp8_pair,
 )
 _linear_fp8_partials_op = register_op(
     "linear_fp8_partials(Tensor x, Tensor weight, Tensor scale, bool quantize, int num_groups)"
