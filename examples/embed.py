@@ -34,19 +34,20 @@ make_plan = partial(plan_step, ratios=(2,), block_size=PAGE, window_block_size=P
 
 def layer(plan: StepPlan, pool: CachePool, group: Group) -> Tensor:
     """Next tokens of the rows that want one, the same on every rank."""
-    x, pairs, links, wanted = EMBED[plan.token_ids], plan.groups[2], plan.links, plan.logits
-    records = encode_records(linear_bf16(x, KEY), plan.positions, NO_ROPE, WINDOW_RECORD)
-    gathered = gather_rows(group, records, plan.num_padded_rows)
-    scatter_records(gathered, plan.window_slots, pool.window[0])
+    x, rows, wanted = EMBED[plan.token_ids], plan.layer_rows(0), plan.logits
+    pairs, links = rows.groups[2], rows.links
+    records = encode_records(linear_bf16(x, KEY), rows.positions, NO_ROPE, WINDOW_RECORD)
+    gathered = gather_rows(group, records, rows.num_padded_rows)
+    scatter_records(gathered, rows.window_slots, pool.window[0])
     raw, ring = linear_bf16(x, RAW, torch.float32), pool.ring[0]
     last = gather_rows(group, pick_rows(raw, links.last_rows), len(links.last_rows))
     latent = close_groups(raw, last, ring, pairs.closing_rows, links.predecessors, NORM, 1e-6)
     write_ring(last, links.open_rows, links.open_slots, ring)
     records = encode_records(latent, pairs.positions, NO_ROPE, pool.compressed_record)
     scatter_records(gather_rows(group, records, pairs.num_padded), pairs.slots, pool.compressed[0])
-    selection = (plan.num_visible(2)[:, None] - 1 - 2 * torch.arange(PAIRS)).clamp(min=-1).int()
-    query = (linear_bf16(x, QUERY).unflatten(1, (HEADS, DIM)), plan.positions, plan.row_request)
-    window = (pool.window[0], plan.window_block_table, plan.window_floor)
+    selection = (rows.num_visible(2)[:, None] - 1 - 2 * torch.arange(PAIRS)).clamp(min=-1).int()
+    query = (linear_bf16(x, QUERY).unflatten(1, (HEADS, DIM)), rows.positions, rows.row_request)
+    window = (pool.window[0], plan.window_block_table, rows.window_floor)
     pooled = (pool.compressed[0], plan.block_table, selection)
     out = sparse_mla(*query, *window, *pooled, SINKS, DIM**-0.5, WINDOW, pool.compressed_record)
     out = gather_rows(group, (out.sum(1) + x)[wanted.local_rows], wanted.num_padded)

@@ -286,7 +286,7 @@ def _golden_selection(
     source, selector = config.kv_source(layer), config.selection_source(layer)
     if source is None or selector is None or source == layer:
         return None
-    slots = plan.groups[config.compress_ratio(layer)].slots
+    slots = plan.layer_rows(layer).groups[config.compress_ratio(layer)].slots
     key = f"{name}.layer{source}"
     scatter_records(golden[f"{key}.compressed_record"], slots, pool.compressed[source])
     scatter_records(golden[f"{key}.index_record"], slots, pool.index_keys[source])

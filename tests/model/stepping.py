@@ -19,8 +19,10 @@ from pcpkit.model.checkpoint import CheckpointReader
 from pcpkit.model.decoder import Numerics, TextModel
 from pcpkit.model.engram_tables import EngramHash, load_token_map
 from pcpkit.model.weights import ModelWeights, load_weights
-from pcpkit.plan.batch import StepBatch
+from pcpkit.plan.batch import BatchReplay, StepBatch
 from pcpkit.plan.step import StepPlan, plan_step
+from pcpkit.plan.trim import Trim
+from pcpkit.testing.batches import PrefixHit
 
 MAX_MODEL_LEN = 1024
 
@@ -62,6 +64,7 @@ class Request:
     window_blocks: list[int]
     ring_block: int = 0
     ids: list[int] = field(default_factory=list[int])
+    hit: PrefixHit | None = None
 
 
 def whole_pool(config: ModelConfig, cache: CacheConfig) -> tuple[CachePool, Request]:
@@ -85,10 +88,12 @@ def next_plan(
     cache: CacheConfig,
     parts: Sequence[tuple[Request, Sequence[int]]],
     num_logits: Sequence[int] | None = None,
+    trim: Trim | None = None,
 ) -> StepPlan:
     """Plan a step that appends ids to requests, in the given order; logits of every row by default.
 
     The requests count the ids as computed from here on. Block tables may have different widths.
+    With a trim, all requests may be trimmed.
     """
     lengths = [len(ids) for _, ids in parts]
     back = config.engram_max_ngram_size - 1
@@ -105,6 +110,8 @@ def next_plan(
         window_block_table=_table([r.window_blocks for r, _ in parts]),
         ring_blocks=torch.tensor([r.ring_block for r, _ in parts], dtype=torch.int32),
         num_logits=torch.tensor(lengths if num_logits is None else num_logits, dtype=torch.int32),
+        replay=_replay(config, [request for request, _ in parts]),
+        may_trim=None if trim is None else torch.ones(len(parts), dtype=torch.bool),
     )
     for request, ids in parts:
         request.ids += ids
@@ -115,6 +122,19 @@ def next_plan(
         block_size=cache.block_size,
         window_block_size=cache.window_block_size,
         ring_rows=cache.ring_rows,
+        sliding_window=config.sliding_window,
+        trim=trim,
+    )
+
+
+def _replay(config: ModelConfig, requests: Sequence[Request]) -> BatchReplay | None:
+    if all(request.hit is None for request in requests):
+        return None
+    cold = PrefixHit(num_tokens=0, layer_starts=(0,) * config.num_hidden_layers)
+    hits = [request.hit or cold for request in requests]
+    return BatchReplay(
+        num_cached_tokens=torch.tensor([hit.num_tokens for hit in hits], dtype=torch.int32),
+        layer_starts=torch.tensor([hit.layer_starts for hit in hits], dtype=torch.int32),
     )
 
 

@@ -27,6 +27,7 @@ from pcpkit.kernels.norm import rms_norm
 from pcpkit.model import attention, decoder, moe
 from pcpkit.model.attention import AttentionStep
 from pcpkit.model.weights import LayerWeights
+from pcpkit.plan.rows import LayerRows
 from pcpkit.plan.step import StepPlan
 
 from . import golden
@@ -163,11 +164,12 @@ def one_table(compressed: bool) -> Callable[[Any], Any]:
 def rope_at_last_token(plan_step: Callable[..., StepPlan]) -> Callable[..., StepPlan]:
     def moved(*args: Any, **kwargs: Any) -> StepPlan:
         plan = plan_step(*args, **kwargs)
+        (rows,) = plan.layers
         groups = {
             ratio: replace(group, positions=group.positions + ratio - 1)
-            for ratio, group in plan.groups.items()
+            for ratio, group in rows.groups.items()
         }
-        return replace(plan, groups=groups)
+        return replace(plan, layers=(replace(rows, groups=groups),))
 
     return moved
 
@@ -200,8 +202,8 @@ def unrounded_collapse(_: object) -> Callable[[Tensor, Tensor], Tensor]:
 
 def unrounded_pool(_: object) -> Callable[..., Tensor]:
     def close(rows: Tensor, *rest: Any) -> Tensor:
-        _gathered, _ring, closing, predecessors, weight, eps = rest
-        # A prompt in one step: every predecessor is a row of the batch.
+        _gathered, _ring, closing, predecessors, weight, eps, *_open = rest
+        # A prompt in one step: every predecessor is a row of the batch, and the ring is not read.
         pair = torch.stack([rows[predecessors], rows[closing]])
         value, gate = pair.chunk(2, dim=-1)
         return rms_norm((gate.softmax(0) * value).sum(0), weight, eps)
@@ -290,9 +292,9 @@ MISTAKES = [
         "newest group invisible",
         r"layer2\.topk$",
         instead(
-            StepPlan,
+            LayerRows,
             "num_visible",
-            lambda f: lambda plan, ratio: (f(plan, ratio) - 1).clamp(min=0),
+            lambda f: lambda rows, ratio: (f(rows, ratio) - 1).clamp(min=0),
         ),
     ),
     mistake(
@@ -332,7 +334,7 @@ MISTAKES = [
     mistake(
         "pooled pair not rounded before the norm",
         r"\.compressed$",
-        instead(attention, "close_groups", unrounded_pool),
+        instead(attention, "close_and_write_ring", unrounded_pool),
     ),
 ]
 
@@ -361,7 +363,7 @@ def test_literal_decode_is_found(
     select, ratio1_source = attention._select, case.config.kv_source_layer_ids[-1]
 
     def literal(step: AttentionStep, layer: int, *rest: Any) -> attention.Selection:
-        position = int(step.plan.positions[-1])
+        position = int(step.plan.layer_rows(layer).positions[-1])
         if layer in case.config.ratio2_sources and step.plan.num_rows == 1 and position % 2 == 0:
             keys = step.pool.index_keys
             published = {**keys, layer: keys[ratio1_source]}

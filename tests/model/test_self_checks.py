@@ -22,7 +22,7 @@ from pcpkit.kernels.hyper_connection import hc_mix
 from pcpkit.kernels.norm import rms_norm
 from pcpkit.kernels.sparse_mla import sparse_mla
 from pcpkit.model.rope import inverse_frequencies, rope_table, yarn_bounds
-from pcpkit.plan.step import StepPlan
+from pcpkit.plan.rows import LayerRows
 
 from .golden import GoldenDir
 from .stepping import Checkpoint, Request, load_checkpoint, next_plan, whole_pool
@@ -98,33 +98,33 @@ def test_angle_is_one_fp32_product(config: ModelConfig) -> None:
 # --- positions of compressed rows ---------------------------------------------------------------
 
 
-def plan_of(config: ModelConfig, start: int, count: int) -> StepPlan:
+def rows_of(config: ModelConfig, start: int, count: int) -> LayerRows:
     """Positions `start .. start + count - 1` of one request."""
     request = Request(blocks=[2, 0, 3, 1], window_blocks=list(range(8)), ids=[7] * start)
-    return next_plan(config, CACHE, [(request, [7] * count)])
+    return next_plan(config, CACHE, [(request, [7] * count)]).layer_rows(0)
 
 
 def test_visible_rows_by_position(config: ModelConfig) -> None:
-    plan = plan_of(config, 0, 6)
-    assert plan.num_visible(2).tolist() == [0, 1, 1, 2, 2, 3]
-    assert plan.num_visible(1).tolist() == [1, 2, 3, 4, 5, 6]
+    rows = rows_of(config, 0, 6)
+    assert rows.num_visible(2).tolist() == [0, 1, 1, 2, 2, 3]
+    assert rows.num_visible(1).tolist() == [1, 2, 3, 4, 5, 6]
 
 
 @given(start=st.integers(0, 200), count=st.integers(1, 50))
 def test_a_group_sits_at_its_first_token_and_opens_with_its_last(
     config: ModelConfig, start: int, count: int
 ) -> None:
-    plan = plan_of(config, start, count)
+    rows = rows_of(config, start, count)
     for ratio in (1, 2):
-        group = plan.groups[ratio]
+        group = rows.groups[ratio]
         closing = [p for p in range(start, start + count) if p % ratio == ratio - 1]
         assert (group.closing_rows + start).tolist() == closing
         assert group.positions.tolist() == [p - (ratio - 1) for p in closing]
         # The row that closes group j is the first to see it.
-        assert plan.num_visible(ratio)[group.closing_rows].tolist() == [
+        assert rows.num_visible(ratio)[group.closing_rows].tolist() == [
             p // ratio + 1 for p in closing
         ]
-        assert group.max_visible == (start + count) // ratio
+        assert rows.max_visible(ratio) == (start + count) // ratio
 
 
 # --- hyper-connections --------------------------------------------------------------------------

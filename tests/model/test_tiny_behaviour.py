@@ -67,7 +67,7 @@ def ran(request: pytest.FixtureRequest) -> Ran:
     model = Checkpoint(config=config, weights=weights, engram=engram).model()
     seen = dict[str, Tensor]()
     swiglu_inputs, gate_steps = list[Tensor](), list[Tensor]()
-    swiglu, close_groups = moe.swiglu, attention.close_groups
+    swiglu, close = moe.swiglu, attention.close_and_write_ring
 
     def seeing_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
         swiglu_inputs.append(torch.cat([gate, up.abs()]).flatten())
@@ -76,11 +76,11 @@ def ran(request: pytest.FixtureRequest) -> Ran:
     def seeing_close_groups(rows: Tensor, *rest: Any) -> Tensor:
         gates = rows[:, rows.shape[1] // 2 :]
         gate_steps.append((gates[1::2] - gates[::2]).flatten())
-        return close_groups(rows, *rest)
+        return close(rows, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(moe, "swiglu", seeing_swiglu)
-        patch.setattr(attention, "close_groups", seeing_close_groups)
+        patch.setattr(attention, "close_and_write_ring", seeing_close_groups)
         logits = forward(model, NUM_TOKENS[request.param], seen)
     return Ran(
         model=model,

@@ -33,6 +33,7 @@ from pcpkit.plan.batch import StepBatch
 from pcpkit.plan.partition import PartitionStrategy, dual_chunk_swap, make_partition
 from pcpkit.plan.step import StepPlan, plan_step
 from pcpkit.plan.trace import expected_trace
+from pcpkit.plan.trim import Trim
 from pcpkit.testing.batches import RaggedBatch, Steps
 from pcpkit.testing.compare import assert_same_calls, bits
 
@@ -154,6 +155,7 @@ class Micro:
         strategy: PartitionStrategy,
         size: int,
         rank: int,
+        trim: Trim | None = None,
     ) -> StepPlan:
         partition = make_partition(
             batch.query_lens.tolist(), batch.is_prefilling.tolist(), size, strategy
@@ -166,6 +168,8 @@ class Micro:
             ring_rows=sizes.ring_rows,
             partition=partition,
             rank=rank,
+            sliding_window=self.config.sliding_window,
+            trim=trim,
         )
 
     def _weights(self, position: RankPosition) -> ModelWeights:
@@ -230,6 +234,7 @@ def run_ranks(
     reduce: Reduce = "ordered",
     numerics: Numerics = "released",
     filler: int = 0xFF,
+    trim: Trim | None = None,
 ) -> list[RankRun]:
     """Run the steps on virtual ranks, each with a pool full of poison.
 
@@ -250,11 +255,12 @@ def run_ranks(
         pool = allocate_pool(model.config, steps.cache)
         for tensor in pool.tensors().values():
             tensor.view(torch.uint8).fill_(filler)
-        tenants, run = _Tenants(pool, filler), RankRun()
+        tenants, run = _Tenants(pool, filler, steps.cache.block_size), RankRun()
         for index, (rows, batch) in enumerate(zip(steps.rows, steps.batches, strict=True)):
             tenants.evict(rows, batch)
             strategy = strategies[index % len(strategies)]
-            plan = model.plan(steps.cache, batch, strategy, parallel.pcp_size, groups.pcp.rank)
+            pcp = groups.pcp
+            plan = model.plan(steps.cache, batch, strategy, parallel.pcp_size, pcp.rank, trim)
             run.logits.append(text_model.forward(plan, pool))
             run.digests.append({name: _digest(one) for name, one in pool.tensors().items()})
             run.calls.append([call for call in calls if sizes[call.group] > 1])
@@ -272,9 +278,11 @@ def run_ranks(
     return run_virtual_ranks(parallel, body, deadline_s=60)
 
 
-def run_single(model: Micro, steps: Steps, *, numerics: Numerics = "released") -> RankRun:
+def run_single(
+    model: Micro, steps: Steps, *, numerics: Numerics = "released", trim: Trim | None = None
+) -> RankRun:
     """The yardstick: one rank."""
-    return run_ranks(model, SINGLE, steps, numerics=numerics)[0]
+    return run_ranks(model, SINGLE, steps, numerics=numerics, trim=trim)[0]
 
 
 def assert_traces(
@@ -310,8 +318,9 @@ def assert_in_step(parallel: ParallelConfig, traces: Sequence[Sequence[Call]]) -
 class _Tenants:
     """Poisons a block when it passes from one request to another, so that none reads its bytes."""
 
-    def __init__(self, pool: CachePool, filler: int) -> None:
+    def __init__(self, pool: CachePool, filler: int, block_size: int) -> None:
         self._pool = pool
+        self._block_size = block_size
         self._filler = filler
         self._owners: dict[tuple[str, int], tuple[int, int]] = {}
         self._lives: dict[int, int] = {}
@@ -328,7 +337,11 @@ class _Tenants:
                 self._lives[one.request] = self._lives.get(one.request, 0) + 1
             owner = (one.request, self._lives.get(one.request, 0))
             for kind, table, stores in kinds:
-                for block in table[place].tolist():
+                blocks = table[place].tolist()
+                if one.hit is not None and one.hit.donor is not None and kind == "compressed":
+                    # They come with content, which stays its donor's.
+                    blocks = blocks[one.hit.num_tokens // self._block_size :]
+                for block in blocks:
                     if block < 0 or self._owners.get((kind, block)) == owner:
                         continue
                     self._owners[kind, block] = owner

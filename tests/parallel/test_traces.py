@@ -6,7 +6,9 @@ Every run of tests/parallel/test_invariance.py compares its trace with the plan'
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import cache
+from math import prod
 
 import pytest
 import torch
@@ -19,18 +21,21 @@ from pcpkit.parallel.tp import Reduce
 from pcpkit.parallel.trace import Call
 from pcpkit.plan.partition import PartitionStrategy, dual_chunk_swap
 from pcpkit.plan.trace import expected_trace
+from pcpkit.plan.trim import Trim, TrimMode
 from pcpkit.testing.batches import RaggedBatch, RequestRows, assemble_steps
 from pcpkit.testing.strategies import (
     cache_layouts,
     parallel_sizes,
     partition_strategies,
     ragged_batches,
+    step_schedules,
 )
 
 from .micro import (
     LAYOUT,
     RELEASED_LAYERS,
     VOCAB_SIZE,
+    WINDOW_SIZE,
     Micro,
     assert_in_step,
     assert_traces,
@@ -56,6 +61,7 @@ def traces_of(
     parallel: ParallelConfig,
     strategy: PartitionStrategy,
     reduce: Reduce,
+    trim: Trim | None = None,
 ) -> list[list[Call]]:
     """What the plans foretell, by rank; nothing runs."""
     steps = assemble_steps([rows], layout, vocab_size=VOCAB_SIZE)
@@ -69,6 +75,7 @@ def traces_of(
                 strategy,
                 parallel.pcp_size,
                 rank // parallel.tp_size,
+                trim,
             ),
             compressed_record=steps.cache.compressed_format,
             reduce=reduce,
@@ -143,6 +150,40 @@ def test_released_schedule_needs_few_collectives(
     expected = MOST if expert_parallel else {k: v for k, v in MOST.items() if k != "MoE"}
     assert pcp_kinds(released(), calls) == expected
     assert len(calls) <= 40 + 4 + 3 + 2 * 40 + 1
+
+
+@given(
+    schedule=step_schedules(max_requests=3, num_layers=5),
+    layout=cache_layouts(),
+    parallel=parallel_sizes(max_ranks=16),
+    strategy=partition_strategies(),
+    reduce=st.sampled_from(["ordered", "fast"]),
+    mode=st.sampled_from(["exact", "bounded"]),
+)
+def test_replay_and_trim_add_no_collective(
+    schedule: tuple[RaggedBatch, ...],
+    layout: CacheConfig,
+    parallel: ParallelConfig,
+    strategy: PartitionStrategy,
+    reduce: Reduce,
+    mode: TrimMode,
+) -> None:
+    """All ranks still agree; a step has the calls of the same step without them, or fewer."""
+    trim = Trim(mode=mode, cut=3, num_layers=5, sliding_window=WINDOW_SIZE)
+    for rows in schedule[:3]:
+        traces = traces_of(micro(), rows, layout, parallel, strategy, reduce, trim)
+        assert_in_step(parallel, traces)
+        plain = RaggedBatch(
+            requests=tuple(replace(one, hit=None, may_trim=False) for one in rows.requests)
+        )
+        expected = traces_of(micro(), plain, layout, parallel, strategy, reduce)
+        for calls, more in zip(traces, expected, strict=True):
+            assert len(calls) <= len(more)
+            assert sum(map(num_items, calls)) <= sum(map(num_items, more))
+
+
+def num_items(call: Call) -> int:
+    return prod(call.shape)
 
 
 def request(name: int, computed: int, count: int, *, decode: bool = False) -> RequestRows:

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pcpkit.config import CacheConfig
-from pcpkit.plan.batch import StepBatch, row_positions
+from pcpkit.plan.batch import StepBatch, cached_tokens, row_positions, row_requests
 from pcpkit.plan.links import PairLinks, link_pairs
-from pcpkit.plan.partition import Partition, dual_chunk_swap, make_partition, whole_batch
+from pcpkit.plan.partition import Partition, drop_rows, dual_chunk_swap, make_partition, whole_batch
 from pcpkit.testing.batches import RaggedBatch, RequestRows, Steps, assemble_steps
 from pcpkit.testing.compare import assert_replicas_equal
 from pcpkit.testing.strategies import (
@@ -66,7 +66,9 @@ class Oracle:
         )
         for rank, one in enumerate(links):
             assert len(one.last_rows) == len(links[0].last_rows), "ranks exchange equally many"
-            closing = (row_positions(batch)[partition.rows[rank]] % 2 == 1).nonzero()[:, 0]
+            positions, owners = row_positions(batch), row_requests(batch).long()
+            closes = (positions % 2 == 1) & (positions >= cached_tokens(batch)[owners])
+            closing = closes[partition.rows[rank]].nonzero()[:, 0]
             sources = torch.cat([local[rank], exchanged, self.rings[rank]])
             self._close(sources[one.predecessors], local[rank][closing])
             assert torch.equal(one.open_rows, links[0].open_rows)
@@ -86,8 +88,8 @@ class Oracle:
     def _check_rings(self, rows: RaggedBatch, batch: StepBatch) -> None:
         assert_replicas_equal([{"ring": ring} for ring in self.rings])
         for one, block in zip(rows.requests, batch.ring_blocks.tolist(), strict=True):
-            newest = one.seq_len - 1
-            if newest % 2 == 0:
+            newest, cached = one.seq_len - 1, 0 if one.hit is None else one.hit.num_tokens
+            if newest % 2 == 0 and newest >= cached:
                 slot = block * self.ring_rows + newest % self.ring_rows
                 assert int(self.rings[0][slot]) == self.raw(one.request, newest)
 
@@ -107,7 +109,8 @@ def check_all_closed(oracle: Oracle, steps: Steps) -> None:
             if one.num_computed_tokens == 0:
                 lives[one.request] = lives.get(one.request, 0) + 1
             first = (lives.get(one.request, 0) * 100 + one.request) * 1000
-            span = range(one.num_computed_tokens, one.seq_len)
+            cached = 0 if one.hit is None else one.hit.num_tokens
+            span = range(max(one.num_computed_tokens, cached), one.seq_len)
             expected |= {first + position for position in span if position % 2 == 1}
     assert oracle.closed.keys() == expected
 
@@ -123,6 +126,26 @@ def test_links_over_any_schedule(steps: Steps, data: st.DataObject) -> None:
     for rows, batch in zip(steps.rows, steps.batches, strict=True):
         partition = data.draw(partitions(rows, min_ranks=size, max_ranks=size), label="partition")
         oracle.run(rows, batch, partition)
+    check_all_closed(oracle, steps)
+
+
+@given(
+    steps=step_sequences(step_schedules(max_requests=3, max_prompt=24, num_layers=4)),
+    layer=st.integers(0, 3),
+    data=st.data(),
+)
+def test_links_of_a_layer_behind_a_hit(steps: Steps, layer: int, data: st.DataObject) -> None:
+    """Each layer drops its own first rows; from the hit on it closes what a cold request would."""
+    size = data.draw(st.sampled_from([1, 2, 3, 4]), label="ranks")
+    oracle = oracle_for(steps, size)
+    for rows, batch in zip(steps.rows, steps.batches, strict=True):
+        partition = data.draw(partitions(rows, min_ranks=size, max_ranks=size), label="partition")
+        starts = [0 if one.hit is None else one.hit.layer_starts[layer] for one in rows.requests]
+        dropped = [
+            min(max(start - one.num_computed_tokens, 0), one.query_len)
+            for start, one in zip(starts, rows.requests, strict=True)
+        ]
+        oracle.run(rows, batch, drop_rows(partition, rows.query_lens, dropped))
     check_all_closed(oracle, steps)
 
 

@@ -20,6 +20,7 @@ from pcpkit.config import CacheConfig
 from pcpkit.plan.batch import StepBatch
 from pcpkit.plan.links import link_pairs
 from pcpkit.plan.partition import Partition, dual_chunk_swap, make_partition
+from pcpkit.plan.rows import LayerRows
 from pcpkit.plan.step import StepPlan, plan_step
 from pcpkit.testing.batches import RaggedBatch, RequestRows, assemble_steps
 from pcpkit.testing.strategies import cache_layouts, partitions, ragged_batches
@@ -36,6 +37,12 @@ class Step:
     partition: Partition
     cache: CacheConfig
     plans: tuple[StepPlan, ...]
+
+    @property
+    def layers(self) -> list[LayerRows]:
+        """Rows of each rank, in every layer."""
+        assert all(len(plan.layers) == 1 for plan in self.plans), "nothing is replayed or trimmed"
+        return [plan.layer_rows(0) for plan in self.plans]
 
     def gathered(self, by_rank: list[list[int]]) -> list[int]:
         """Rank-major rows: each rank's list, padded with -1 to the longest."""
@@ -91,6 +98,9 @@ def tensors_of(value: Any, name: str = "plan") -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, dict):
         for key, item in value.items():
             yield from tensors_of(item, f"{name}[{key}]")
+    elif isinstance(value, tuple):
+        for index, item in enumerate(value):
+            yield from tensors_of(item, f"{name}[{index}]")
     elif is_dataclass(value):
         for field in fields(value):
             yield from tensors_of(getattr(value, field.name), f"{name}.{field.name}")
@@ -102,18 +112,19 @@ def tensors_of(value: Any, name: str = "plan") -> Iterator[tuple[str, Tensor]]:
 @given(step=steps())
 def test_local_rows(step: Step) -> None:
     requests = [i for i, one in enumerate(step.rows.requests) for _ in range(one.query_len)]
-    for plan, rows in zip(step.plans, step.partition.rows, strict=True):
+    for plan, layer, rows in zip(step.plans, step.layers, step.partition.rows, strict=True):
         mine = rows.tolist()
-        assert plan.num_rows == len(mine)
-        assert plan.positions.tolist() == [step.rows.places[row][1] for row in mine]
-        assert plan.row_request.tolist() == [requests[row] for row in mine]
+        assert layer.kept is None
+        assert plan.num_rows == layer.num_rows == len(mine)
+        assert layer.positions.tolist() == [step.rows.places[row][1] for row in mine]
+        assert layer.row_request.tolist() == [requests[row] for row in mine]
         assert plan.token_ids.tolist() == step.batch.token_ids[rows].tolist()
-        assert plan.window_floor.tolist() == [0] * len(mine)
+        assert layer.window_floor.tolist() == [0] * len(mine)
         assert plan.block_table is step.batch.block_table
         assert plan.window_block_table is step.batch.window_block_table
         for ratio in RATIOS:
             seen = [(step.rows.places[row][1] + 1) // ratio for row in mine]
-            assert plan.num_visible(ratio).tolist() == seen
+            assert layer.num_visible(ratio).tolist() == seen
 
 
 @given(step=steps())
@@ -121,8 +132,9 @@ def test_token_windows_reach_across_segments(step: Step) -> None:
     """A row's predecessors are those of its request, wherever they are computed."""
     starts = step.batch.query_start_loc.tolist()
     for plan, rows in zip(step.plans, step.partition.rows, strict=True):
+        row_request = plan.layer_rows(0).row_request
         for window, row, request in zip(
-            plan.token_windows.tolist(), rows.tolist(), plan.row_request.tolist(), strict=True
+            plan.token_windows.tolist(), rows.tolist(), row_request.tolist(), strict=True
         ):
             before = step.batch.lookback_token_ids[request].tolist()
             query = step.batch.token_ids[starts[request] : row + 1].tolist()
@@ -138,9 +150,9 @@ def test_window_slots(step: Step) -> None:
         else step.slot(row, 1, step.batch.window_block_table, step.cache.window_block_size)
         for row in step.gathered([rows.tolist() for rows in step.partition.rows])
     ]
-    for plan in step.plans:
-        assert plan.window_slots.tolist() == want
-        assert plan.num_padded_rows == step.partition.num_padded_rows
+    for layer in step.layers:
+        assert layer.window_slots.tolist() == want
+        assert layer.num_padded_rows == step.partition.num_padded_rows
     real = [slot for slot in want if slot >= 0]
     assert len(real) == len(set(real)) == step.rows.num_tokens
 
@@ -156,14 +168,14 @@ def test_states_are_stored_by_their_last_token(step: Step, ratio: int) -> None:
         -1 if row < 0 else step.slot(row, ratio, step.batch.block_table, step.cache.block_size)
         for row in step.gathered(closing)
     ]
-    for plan, rows, mine in zip(step.plans, step.partition.rows, closing, strict=True):
-        group = plan.groups[ratio]
+    for layer, rows, mine in zip(step.layers, step.partition.rows, closing, strict=True):
+        group = layer.groups[ratio]
         assert rows[group.closing_rows].tolist() == mine
         firsts = [step.rows.places[row][1] // ratio * ratio for row in mine]
         assert group.positions.tolist() == firsts
         assert group.num_padded == max(len(one) for one in closing)
         assert group.slots.tolist() == want
-        assert group.max_visible == max(step.rows.seq_lens) // ratio
+        assert layer.max_visible(ratio) == max(step.rows.seq_lens) // ratio
     real = [slot for slot in want if slot >= 0]
     assert len(real) == len(set(real)) == sum(len(one) for one in closing)
 
@@ -190,20 +202,21 @@ def test_wanted_rows_come_back_in_batch_order(step: Step) -> None:
 @given(step=steps())
 def test_ranks_agree_on_what_they_exchange(step: Step) -> None:
     """Invariant 7: shapes of collectives and slots of gathered rows are equal on all ranks."""
-    first = step.plans[0]
-    for rank, plan in enumerate(step.plans):
-        assert torch.equal(plan.window_slots, first.window_slots)
-        assert plan.num_padded_rows == first.num_padded_rows
+    first, wanted = step.layers[0], step.plans[0].logits
+    for rank, layer in enumerate(step.layers):
+        assert torch.equal(layer.window_slots, first.window_slots)
+        assert layer.num_padded_rows == first.num_padded_rows
+        assert layer.max_seq_len == first.max_seq_len
         for ratio in RATIOS:
-            assert torch.equal(plan.groups[ratio].slots, first.groups[ratio].slots)
-            assert plan.groups[ratio].num_padded == first.groups[ratio].num_padded
-        assert torch.equal(plan.logits.restore_index, first.logits.restore_index)
+            assert torch.equal(layer.groups[ratio].slots, first.groups[ratio].slots)
+            assert layer.groups[ratio].num_padded == first.groups[ratio].num_padded
+        assert torch.equal(step.plans[rank].logits.restore_index, wanted.restore_index)
         links = link_pairs(step.batch, step.partition, rank, step.cache.ring_rows)
         for field in fields(links):
             expected = getattr(links, field.name)
-            assert torch.equal(getattr(plan.links, field.name), expected), field.name
-        assert len(plan.links.last_rows) == len(first.links.last_rows)
-        assert len(plan.links.predecessors) == len(plan.groups[2].closing_rows)
+            assert torch.equal(getattr(layer.links, field.name), expected), field.name
+        assert len(layer.links.last_rows) == len(first.links.last_rows)
+        assert len(layer.links.predecessors) == len(layer.groups[2].closing_rows)
 
 
 @given(step=steps())
@@ -237,7 +250,8 @@ def test_appendix_a() -> None:
     """Two ranks, positions 5 .. 14: pairs (4, 5) .. (12, 13) close where their odd token is."""
     rows = RaggedBatch(requests=(prefill(5, 10),))
     partition = make_partition([10], [True], 2, dual_chunk_swap)
-    first, second = assembled(rows, LAYOUT, partition).plans
+    step = assembled(rows, LAYOUT, partition)
+    first, second = step.layers
     assert first.positions.tolist() == [5, 6, 7, 14]
     assert second.positions.tolist() == [8, 9, 10, 11, 12, 13]
     assert first.window_slots.tolist() == [5, 6, 7, 14, -1, -1, 8, 9, 10, 11, 12, 13]
@@ -245,19 +259,21 @@ def test_appendix_a() -> None:
     assert second.groups[2].positions.tolist() == [8, 10, 12]
     assert first.groups[2].slots.tolist() == [2, 3, -1, 4, 5, 6]
     assert first.groups[1].slots.tolist() == first.window_slots.tolist()
-    assert first.groups[2].max_visible == 7
-    assert first.logits.local_rows.tolist() == [3]
-    assert second.logits.local_rows.tolist() == []
-    assert second.logits.restore_index.tolist() == [0]
+    assert first.max_visible(2) == 7
+    wanted, other = (plan.logits for plan in step.plans)
+    assert wanted.local_rows.tolist() == [3]
+    assert other.local_rows.tolist() == []
+    assert other.restore_index.tolist() == [0]
 
 
 def test_default_is_one_rank_in_batch_order() -> None:
     rows = RaggedBatch(requests=(prefill(3, 4, 4),))
     batch = assemble_steps([rows], LAYOUT).batches[0]
     plan = plan_step(batch, ratios=(2,), block_size=64, window_block_size=32, ring_rows=8)
-    assert plan.positions.tolist() == [3, 4, 5, 6]
+    (layer,) = plan.layers
+    assert layer.positions.tolist() == [3, 4, 5, 6]
     assert plan.logits.restore_index.tolist() == [0, 1, 2, 3]
-    assert list(plan.groups) == [2]
+    assert list(layer.groups) == [2]
 
 
 def test_to_moves_every_tensor_and_nothing_else() -> None:
@@ -270,8 +286,8 @@ def test_to_moves_every_tensor_and_nothing_else() -> None:
     for name, tensor in tensors_of(moved):
         assert tensor.device.type == "meta", name
         assert (tensor.shape, tensor.dtype) == (originals[name].shape, originals[name].dtype)
-    assert moved.num_padded_rows == plan.num_padded_rows
-    assert moved.groups[2].max_visible == plan.groups[2].max_visible
+    assert moved.layer_rows(0).num_padded_rows == plan.layer_rows(0).num_padded_rows
+    assert moved.layer_rows(0).max_seq_len == plan.layer_rows(0).max_seq_len
     assert plan.token_ids.device.type == "cpu"
 
 

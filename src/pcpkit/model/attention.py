@@ -16,9 +16,15 @@ from torch import Tensor
 from pcpkit.cache.pool import INDEX_RECORD, WINDOW_RECORD, CachePool
 from pcpkit.config import ModelConfig
 from pcpkit.kernels.cache_write import encode_records, scatter_records
-from pcpkit.kernels.compressor import close_groups, write_ring
+from pcpkit.kernels.compressor import close_and_write_ring
 from pcpkit.kernels.indexer import candidate_blocks, index_scores
-from pcpkit.kernels.linear import linear_bf16, linear_fp8, linear_fp8_partials, linear_grouped
+from pcpkit.kernels.linear import (
+    linear_bf16,
+    linear_fp8,
+    linear_fp8_pair,
+    linear_fp8_partials,
+    linear_grouped,
+)
 from pcpkit.kernels.norm import rms_norm
 from pcpkit.kernels.rope import apply_rope
 from pcpkit.kernels.sparse_mla import sparse_mla
@@ -39,6 +45,14 @@ class Selection:
     """``(num_rows, index_topk)`` int32 selected compressed positions, -1 at the tail."""
     candidates: Tensor | None
     """``(num_rows, max_candidates)`` int32 candidate blocks of the candidate source."""
+
+
+def pick_selection(selection: Selection | None, rows: Tensor) -> Selection | None:
+    """The selection of some rows."""
+    if selection is None:
+        return None
+    candidates = None if selection.candidates is None else selection.candidates[rows]
+    return Selection(positions=selection.positions[rows], candidates=candidates)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -80,35 +94,32 @@ def attention_forward(
     Returns:
         ``(num_rows, hidden)`` bf16 output and the selection for the following layers.
     """
-    config, plan, rope = step.config, step.plan, step.rope(layer)
-    latent = rms_norm(
-        linear_fp8(x, weights.wq_a.weight, weights.wq_a.scale, step.quantize),
-        weights.q_norm,
-        config.rms_norm_eps,
-    )
+    config, rows, rope = step.config, step.plan.layer_rows(layer), step.rope(layer)
+    wq_a, wkv = weights.wq_a, weights.wkv
+    low, window = linear_fp8_pair(x, wq_a.weight, wq_a.scale, wkv.weight, wkv.scale, step.quantize)
+    latent = rms_norm(low, weights.q_norm, config.rms_norm_eps)
     observe("q_latent", latent)
     query = linear_fp8(latent, weights.wq_b.weight, weights.wq_b.scale, step.quantize)
-    query = apply_rope(query.unflatten(1, (-1, config.head_dim)), plan.positions, rope)
-    _write_window(step, layer, weights, x, observe)
+    query = apply_rope(query.unflatten(1, (-1, config.head_dim)), rows.positions, rope)
+    _write_window(step, layer, weights.kv_norm, window, observe)
     if weights.compressor is not None:
         _write_compressed(step, layer, weights.compressor, x, observe)
     if weights.indexer is not None:
         selection = _select(step, layer, weights.indexer, x, latent, selection, observe)
     attended = _attend(step, layer, weights, query, selection)
-    attended = apply_rope(attended, plan.positions, rope, inverse=True)
+    attended = apply_rope(attended, rows.positions, rope, inverse=True)
     return _project_output(step, weights, attended), selection
 
 
 def _write_window(
-    step: AttentionStep, layer: int, weights: AttentionWeights, x: Tensor, observe: Observer
+    step: AttentionStep, layer: int, norm: Tensor, projected: Tensor, observe: Observer
 ) -> None:
-    config, plan = step.config, step.plan
-    projected = linear_fp8(x, weights.wkv.weight, weights.wkv.scale, step.quantize)
-    latent = rms_norm(projected, weights.kv_norm, config.rms_norm_eps)
-    records = encode_records(latent, plan.positions, step.rope(layer), WINDOW_RECORD)
+    config, rows = step.config, step.plan.layer_rows(layer)
+    latent = rms_norm(projected, norm, config.rms_norm_eps)
+    records = encode_records(latent, rows.positions, step.rope(layer), WINDOW_RECORD)
     observe("window_record", records)
-    gathered = gather_rows(step.groups.pcp, records, plan.num_padded_rows)
-    scatter_records(gathered, plan.window_slots, step.pool.window[layer])
+    gathered = gather_rows(step.groups.pcp, records, rows.num_padded_rows)
+    scatter_records(gathered, rows.window_slots, step.pool.window[layer])
 
 
 def _write_compressed(
@@ -118,9 +129,12 @@ def _write_compressed(
 
     Both records of a group travel in one gather; rows that close no group do not travel.
     """
-    config, pool = step.config, step.pool
-    group = step.plan.groups[config.compress_ratio(layer)]
+    config, pool, rows = step.config, step.pool, step.plan.layer_rows(layer)
+    group = rows.groups[config.compress_ratio(layer)]
     if weights.wgate is None:
+        if group.closing_rows.shape[0] < rows.num_rows:
+            # Replayed rows: their groups are in the cache already.
+            x = x[group.closing_rows]
         projected = linear_bf16(x, weights.wkv)
         latent = rms_norm(projected, weights.norm, config.rms_norm_eps)
     else:
@@ -140,14 +154,16 @@ def _write_compressed(
 
 def _close_pairs(step: AttentionStep, layer: int, weights: CompressorWeights, x: Tensor) -> Tensor:
     assert weights.wgate is not None, "only ratio-2 sources have a gate"
-    plan, ring = step.plan, step.pool.ring[layer]
-    links, closing = plan.links, plan.groups[2].closing_rows
+    rows_of_layer, ring = step.plan.layer_rows(layer), step.pool.ring[layer]
+    links, closing = rows_of_layer.links, rows_of_layer.groups[2].closing_rows
     value = linear_bf16(x, weights.wkv, torch.float32)
     gate = linear_bf16(x, weights.wgate, torch.float32)
     rows = torch.cat([value, gate], dim=1)
     last_rows = pick_rows(rows, links.last_rows)
     exchanged = gather_rows(step.groups.pcp, last_rows, links.last_rows.shape[0])
-    latent = close_groups(
+    # A ring row may be read and then replaced in the same step. Every rank writes the same rows, so
+    # any rank may own the request's next token.
+    return close_and_write_ring(
         rows,
         exchanged,
         ring,
@@ -155,11 +171,10 @@ def _close_pairs(step: AttentionStep, layer: int, weights: CompressorWeights, x:
         links.predecessors,
         weights.norm,
         step.config.rms_norm_eps,
+        exchanged,
+        links.open_rows,
+        links.open_slots,
     )
-    # After the groups are closed: a ring row may be read and then replaced in the same step. Every
-    # rank writes the same rows, so any rank may own the request's next token.
-    write_ring(exchanged, links.open_rows, links.open_slots, ring)
-    return latent
 
 
 def _select(
@@ -171,7 +186,7 @@ def _select(
     previous: Selection | None,
     observe: Observer,
 ) -> Selection:
-    config, plan = step.config, step.plan
+    config, rows = step.config, step.plan.layer_rows(layer)
     ratio, source = config.compress_ratio(layer), config.kv_source(layer)
     assert source is not None, "an index source reads the keys of a KV source"
     records = _index_queries(step, layer, weights, latent)
@@ -179,16 +194,16 @@ def _select(
     # One BF16 rounding, exact when the factor is a power of two as in the release (1/64).
     factor = config.index_head_dim**-0.5 * config.index_n_heads**-0.5
     head_weights = linear_bf16(x, weights.weights_proj) * factor
-    num_visible = plan.num_visible(ratio)
+    num_visible = rows.num_visible(ratio)
     candidates = None if config.is_kv_source(layer) or previous is None else previous.candidates
     scores = index_scores(
         records,
         head_weights,
         step.pool.index_keys[source],
-        plan.block_table,
-        plan.row_request,
+        step.plan.block_table,
+        rows.row_request,
         num_visible,
-        plan.groups[ratio].max_visible,
+        rows.max_visible(ratio),
         candidates,
         config.candidate_block_size,
     )
@@ -209,7 +224,7 @@ def _index_queries(
     """Quantized rotated index queries, ``(num_rows, index_n_heads, record_bytes)`` uint8."""
     heads = step.config.index_n_heads
     query = linear_fp8(latent, weights.wq_b.weight, weights.wq_b.scale, step.quantize)
-    positions = step.plan.positions.repeat_interleave(heads)
+    positions = step.plan.layer_rows(layer).positions.repeat_interleave(heads)
     flat = query.unflatten(1, (heads, -1)).flatten(0, 1)
     return encode_records(flat, positions, step.rope(layer), INDEX_RECORD).unflatten(0, (-1, heads))
 
@@ -222,20 +237,21 @@ def _attend(
     selection: Selection | None,
 ) -> Tensor:
     config, plan, pool = step.config, step.plan, step.pool
+    rows = plan.layer_rows(layer)
     source = config.kv_source(layer)
     if source is None or selection is None:
         # A window-only layer: no compressed rows, so the cache that is passed is never read.
         compressed = next(iter(pool.compressed.values()))[:0]
-        positions = plan.row_request.new_empty(plan.num_rows, 0)
+        positions = rows.row_request.new_empty(rows.num_rows, 0)
     else:
         compressed, positions = pool.compressed[source], selection.positions
     return sparse_mla(
         query,
-        plan.positions,
-        plan.row_request,
+        rows.positions,
+        rows.row_request,
         pool.window[layer],
         plan.window_block_table,
-        plan.window_floor,
+        rows.window_floor,
         compressed,
         plan.block_table,
         positions,

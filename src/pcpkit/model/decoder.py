@@ -19,12 +19,12 @@ from pcpkit.kernels.engram import engram_gather, engram_inject, engram_rows
 from pcpkit.kernels.hyper_connection import hc_collapse, hc_expand, hc_mix
 from pcpkit.kernels.linear import linear_bf16, linear_fp8
 from pcpkit.kernels.norm import rms_norm
-from pcpkit.model.attention import AttentionStep, Selection, attention_forward
+from pcpkit.model.attention import AttentionStep, Selection, attention_forward, pick_selection
 from pcpkit.model.engram_tables import EngramHash
 from pcpkit.model.moe import moe_forward
 from pcpkit.model.observe import Observer, ignore, prefixed
 from pcpkit.model.rope import rope_table
-from pcpkit.model.weights import EngramWeights, HyperWeights, LayerWeights, ModelWeights
+from pcpkit.model.weights import EngramWeights, HyperWeights, ModelWeights
 from pcpkit.parallel.groups import Groups, single_rank
 from pcpkit.parallel.pcp import gather_rows
 from pcpkit.parallel.tp import Reduce, gather_columns, lookup_rows, sum_exclusive
@@ -42,6 +42,10 @@ class Residual:
     """``(num_rows, hc_mult, hidden)`` bf16."""
     pre: Tensor
     """``(num_rows, hc_mult)`` fp32, collapse coefficients of the next sub-layer's input."""
+
+    def pick(self, rows: Tensor) -> Residual:
+        """Of some rows."""
+        return Residual(streams=self.streams[rows], pre=self.pre[rows])
 
 
 class TextModel:
@@ -122,12 +126,21 @@ class TextModel:
             ``(num_logits, vocab_size)`` fp32 on every rank, wanted rows in batch order.
         """
         step = self.attention_step(plan, pool)
-        rows = self.engram_rows(plan)
+        table_rows = self.engram_rows(plan)
         residual = self.embed(plan.token_ids)
         selection: Selection | None = None
+        below = plan.layer_rows(0)
         for layer in range(self.config.num_hidden_layers):
+            rows = plan.layer_rows(layer)
+            if rows.num_padded_rows == 0:
+                # No rank has rows here or above: all of them stop alike.
+                break
+            if rows is not below and rows.kept is not None:
+                residual, selection = residual.pick(rows.kept), pick_selection(selection, rows.kept)
+                table_rows = None if table_rows is None else table_rows[rows.kept]
+            below = rows
             residual, selection = self.layer_forward(
-                step, layer, residual, selection, rows, prefixed(observe, f"layer{layer}")
+                step, layer, residual, selection, table_rows, prefixed(observe, f"layer{layer}")
             )
         return self.head(residual, plan.logits)
 
@@ -199,7 +212,7 @@ class TextModel:
         y, selection = attention_forward(step, layer, weights.attention, x, selection, observe)
         observe("attn_out", y)
         streams = hc_expand(y, streams, post, comb)
-        return self._feed_forward(step, weights, streams, pre, observe), selection
+        return self._feed_forward(step, layer, streams, pre, observe), selection
 
     def head(self, residual: Residual, wanted: LogitsRows) -> Tensor:
         """Logits ``(num_logits, vocab_size)`` fp32; only wanted rows travel between ranks."""
@@ -213,11 +226,12 @@ class TextModel:
     def _feed_forward(
         self,
         step: AttentionStep,
-        weights: LayerWeights,
+        layer: int,
         streams: Tensor,
         attn_pre: Tensor,
         observe: Observer,
     ) -> Residual:
+        weights = self.weights.layers[layer]
         pre, post, comb = self._mix(streams, weights.hc_ffn)
         observe("hc_ffn", torch.cat([pre, post, comb.flatten(1)], dim=1))
         x = rms_norm(hc_collapse(streams, attn_pre), weights.ffn_norm, self.config.rms_norm_eps)
@@ -226,7 +240,7 @@ class TextModel:
             self.config,
             weights.moe,
             x,
-            plan=step.plan,
+            rows=step.plan.layer_rows(layer),
             groups=self.groups,
             reduce=self.reduce,
             quantize=step.quantize,

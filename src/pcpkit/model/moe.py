@@ -8,13 +8,13 @@ from torch import Tensor
 from pcpkit.config import ModelConfig
 from pcpkit.kernels.expert_outputs import expert_outputs, sum_outputs
 from pcpkit.kernels.experts import route, routed_experts, swiglu
-from pcpkit.kernels.linear import linear_bf16, linear_fp8
+from pcpkit.kernels.linear import linear_bf16, linear_fp8, linear_fp8_pair
 from pcpkit.model.observe import Observer
 from pcpkit.model.weights import MoeWeights
 from pcpkit.parallel.ep import gather_routed, return_outputs, return_sums
 from pcpkit.parallel.groups import Groups
 from pcpkit.parallel.tp import Reduce
-from pcpkit.plan.step import StepPlan
+from pcpkit.plan.rows import LayerRows
 
 
 def moe_forward(
@@ -22,7 +22,7 @@ def moe_forward(
     weights: MoeWeights,
     x: Tensor,
     *,
-    plan: StepPlan,
+    rows: LayerRows,
     groups: Groups,
     reduce: Reduce,
     quantize: bool,
@@ -34,7 +34,7 @@ def moe_forward(
         config: the model.
         weights: this rank's weights.
         x: ``(num_rows, hidden)`` bf16 after ffn_norm, this rank's rows.
-        plan: of the step, for the rows of the other ranks.
+        rows: of the layer, for the rows of the other ranks.
         groups: this rank's groups; experts are split over ``groups.ep``.
         reduce: how expert outputs of several ranks are added.
         quantize: released numerics (quantized activations).
@@ -64,15 +64,15 @@ def moe_forward(
     if groups.ep.size == 1:
         routed = routed_experts(x, ids, route_weights, *stacks)
     else:
-        is_row = plan.window_slots >= 0
-        everyone = gather_routed(groups, x, ids, route_weights, plan.num_padded_rows, is_row)
+        is_row = rows.window_slots >= 0
+        everyone = gather_routed(groups, x, ids, route_weights, rows.num_padded_rows, is_row)
         if reduce == "ordered":
             outputs = return_outputs(groups, expert_outputs(*everyone, *stacks), x.shape[0])
             routed = sum_outputs(outputs)
         else:
             routed = return_sums(groups, routed_experts(*everyone, *stacks), x.shape[0])
-    gate = linear_fp8(x, weights.shared_w1.weight, weights.shared_w1.scale, quantize)
-    up = linear_fp8(x, weights.shared_w3.weight, weights.shared_w3.scale, quantize)
+    w1, w3 = weights.shared_w1, weights.shared_w3
+    gate, up = linear_fp8_pair(x, w1.weight, w1.scale, w3.weight, w3.scale, quantize)
     hidden = swiglu(gate, up, config.swiglu_limit)
     shared = linear_fp8(hidden, weights.shared_w2.weight, weights.shared_w2.scale, quantize)
     return (routed + shared.float()).bfloat16()

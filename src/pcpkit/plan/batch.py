@@ -9,6 +9,22 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BatchReplay:
+    """What the requests of a step took over from the prefix cache, and where each layer starts.
+
+    A request keeps both for its lifetime, also when it decodes. Layer ``l`` runs its rows from
+    ``layer_starts[r, l]`` on and reads no window record below; rows below ``num_cached_tokens[r]``
+    rebuild window records only: they close no compressed group, since those are in the cache and
+    other requests read them (pcp-spec section 5).
+    """
+
+    num_cached_tokens: Tensor
+    """``(num_reqs,)`` int32, even: tokens whose compressed KV and index keys were there; or 0."""
+    layer_starts: Tensor
+    """``(num_reqs, num_layers)`` int32: ascending, at most the cached tokens; 0 = everything."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepBatch:
     """What the scheduler decided for one step; host tensors.
 
@@ -34,6 +50,11 @@ class StepBatch:
     """``(num_reqs,)`` int32, ring block of each request."""
     num_logits: Tensor
     """``(num_reqs,)`` int32, how many of the request's last rows need logits."""
+    replay: BatchReplay | None = None
+    """``None``: no request took anything over."""
+    may_trim: Tensor | None = None
+    """``(num_reqs,)`` bool, prefills whose rows may stop below the last layers (see ``Trim``); they
+    want no logits but their last row's. ``None``: nobody."""
 
     @property
     def num_reqs(self) -> int:
@@ -93,6 +114,63 @@ def check_batch(batch: StepBatch) -> None:
             f"num_logits expected 0 .. query length, got {batch.num_logits.tolist()} for lengths "
             f"{lens.tolist()}; ask for rows of this step only"
         )
+    if batch.replay is not None:
+        _check_replay(batch, batch.replay)
+    if batch.may_trim is not None:
+        _check_may_trim(batch, batch.may_trim)
+
+
+def _check_replay(batch: StepBatch, replay: BatchReplay) -> None:
+    cached, starts = replay.num_cached_tokens, replay.layer_starts
+    if tuple(cached.shape) != (batch.num_reqs,):
+        raise ValueError(
+            f"num_cached_tokens expected shape {(batch.num_reqs,)}, got {tuple(cached.shape)}; "
+            "one entry a request"
+        )
+    if starts.dim() != 2 or starts.shape[0] != batch.num_reqs or starts.shape[1] == 0:
+        raise ValueError(
+            f"layer_starts expected shape ({batch.num_reqs}, num_layers), got "
+            f"{tuple(starts.shape)}; one row a request, one column a layer"
+        )
+    if bool((cached < 0).any()) or bool((cached % 2 == 1).any()):
+        raise ValueError(
+            f"num_cached_tokens expected even counts, got {cached.tolist()}; a hit ends with a "
+            "block, never within a pair"
+        )
+    ascending = bool((starts.diff(dim=1) >= 0).all())
+    if not ascending or bool((starts < 0).any()) or bool((starts > cached[:, None]).any()):
+        raise ValueError(
+            f"layer_starts expected ascending positions from 0 to {cached.tolist()}, got "
+            f"{starts.tolist()}; a layer needs all rows of the layers above it"
+        )
+    early = batch.num_computed_tokens < starts[:, 0]
+    if bool(early.any()):
+        raise ValueError(
+            f"num_computed_tokens expected at least the first layer's start, got "
+            f"{batch.num_computed_tokens[early].tolist()} before {starts[early, 0].tolist()}; "
+            "leave out rows that run in no layer"
+        )
+
+
+def _check_may_trim(batch: StepBatch, may_trim: Tensor) -> None:
+    if tuple(may_trim.shape) != (batch.num_reqs,) or may_trim.dtype != torch.bool:
+        raise ValueError(
+            f"may_trim expected {batch.num_reqs} flags, got {may_trim.dtype} "
+            f"{tuple(may_trim.shape)}; one flag a request"
+        )
+    wrong = may_trim & (~batch.is_prefilling | (batch.num_logits > 1))
+    if bool(wrong.any()):
+        raise ValueError(
+            f"may_trim expected prefills without logits but the last row's, got requests "
+            f"{wrong.nonzero()[:, 0].tolist()}; never trim decodes or rows that are asked for"
+        )
+
+
+def cached_tokens(batch: StepBatch) -> Tensor:
+    """``(num_reqs,)`` int32, tokens that each request took over from the prefix cache."""
+    if batch.replay is None:
+        return torch.zeros_like(batch.num_computed_tokens)
+    return batch.replay.num_cached_tokens
 
 
 def row_requests(batch: StepBatch) -> Tensor:

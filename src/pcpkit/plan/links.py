@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pcpkit.plan.batch import StepBatch
+from pcpkit.plan.batch import StepBatch, cached_tokens
 from pcpkit.plan.partition import Partition
 
 
@@ -37,8 +37,8 @@ def link_pairs(batch: StepBatch, partition: Partition, rank: int, ring_rows: int
     """Link the ratio-2 groups that ``rank`` closes.
 
     Args:
-        batch: the global batch.
-        partition: rows of every rank.
+        batch: the global batch; groups below ``num_cached_tokens`` are not closed.
+        partition: rows of every rank, those that run in the layer; all from there on.
         rank: whose links.
         ring_rows: rows of a ring block; position ``p`` lives in row ``p % ring_rows``.
 
@@ -48,7 +48,7 @@ def link_pairs(batch: StepBatch, partition: Partition, rank: int, ring_rows: int
         nothing stays open.
     """
     width = max(len(segments) for segments in partition.segments)
-    computed = batch.num_computed_tokens.tolist()
+    computed, cached = batch.num_computed_tokens.tolist(), cached_tokens(batch).tolist()
     ring_blocks = batch.ring_blocks.tolist()
     # Exchanged row of the segment that ends at a request's query offset.
     ends = {
@@ -58,30 +58,40 @@ def link_pairs(batch: StepBatch, partition: Partition, rank: int, ring_rows: int
     }
     num_rows = len(partition.rows[rank])
     exchanged = len(partition.segments) * width
-    last_rows, predecessors, local = [], [], 0
+    last_rows, predecessors, local = [], [torch.empty(0, dtype=torch.int64)], 0
     for segment in partition.segments[rank]:
-        first = computed[segment.request] + segment.start
-        if first % 2 == 1:
+        request, first = segment.request, computed[segment.request] + segment.start
+        closing = local + max(cached[request] - first, 0)
+        closing += 1 - (first + closing - local) % 2
+        if closing == local:
             if segment.start > 0:
-                predecessors.append(num_rows + ends[segment.request, segment.start])
+                before = num_rows + ends[request, segment.start]
             else:
-                slot = ring_blocks[segment.request] * ring_rows + (first - 1) % ring_rows
-                predecessors.append(num_rows + exchanged + slot)
+                slot = ring_blocks[request] * ring_rows + (first - 1) % ring_rows
+                before = num_rows + exchanged + slot
+            predecessors.append(torch.tensor([before]))
+            closing += 2
         # From the second row on, every odd position follows its partner in the same segment.
-        begin = local + (1 if first % 2 == 0 else 2)
-        predecessors += range(begin - 1, local + segment.num_rows - 1, 2)
         local += segment.num_rows
+        if closing < local:
+            predecessors.append(torch.arange(closing - 1, local - 1, 2))
         last_rows.append(local - 1)
     open_rows, open_slots = [], []
     for request, length in enumerate(batch.query_lens.tolist()):
         newest = computed[request] + length - 1
-        if newest % 2 == 0:
+        if newest % 2 == 0 and (request, length) in ends:
             open_rows.append(ends[request, length])
             open_slots.append(ring_blocks[request] * ring_rows + newest % ring_rows)
     last_rows += [-1] * (width - len(last_rows))
     return PairLinks(
         last_rows=torch.tensor(last_rows, dtype=torch.int64),
-        predecessors=torch.tensor(predecessors, dtype=torch.int64),
+        predecessors=torch.cat(predecessors),
         open_rows=torch.tensor(open_rows, dtype=torch.int64),
         open_slots=torch.tensor(open_slots, dtype=torch.int64),
     )
+
+
+def no_links() -> PairLinks:
+    """Of a layer that can be no source: nothing is exchanged, closed or kept open."""
+    nothing = torch.empty(0, dtype=torch.int64)
+    return PairLinks(last_rows=nothing, predecessors=nothing, open_rows=nothing, open_slots=nothing)

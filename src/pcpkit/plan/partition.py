@@ -12,7 +12,7 @@ which is how rows arrive after an all-gather (pcp-spec section 1.6).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -151,7 +151,7 @@ class Partition:
     write_mask: Tensor
     """``(size * num_padded_rows,)`` bool, false for padding: true once per global row."""
     restore_index: Tensor
-    """``(num_tokens,)`` int64, rank-major row of each global row."""
+    """``(num_tokens,)`` int64, rank-major row of each global row; -1 if it was dropped."""
 
     @property
     def size(self) -> int:
@@ -213,23 +213,68 @@ def make_partition(
         for segments in ordered
     ]
     _check_cover(rows, starts[-1], size)
-    width = max((len(part) for part in rows), default=0)
-    gather_index = torch.zeros(size * width, dtype=torch.int64)
-    write_mask = torch.zeros(size * width, dtype=torch.bool)
-    restore_index = torch.empty(starts[-1], dtype=torch.int64)
+    return _with_index_arrays(ordered, rows, starts[-1])
+
+
+def drop_rows(
+    partition: Partition, query_lens: Sequence[int], num_dropped: Sequence[int]
+) -> Partition:
+    """The same dealing without the first rows of each request; what is left keeps its owner.
+
+    Args:
+        partition: of a step.
+        query_lens: rows of each request in the step.
+        num_dropped: of each request, its rows with a smaller query offset go.
+
+    Returns:
+        A partition of what is left; global rows keep their numbers. A rank may have no rows, and so
+        may all of them.
+
+    Example:
+        ``q = 5`` on two ranks, levelled: rank 0 owns rows 0, 1 and 4, rank 1 rows 2 and 3. Without
+        the first three, rank 0 owns row 4 and rank 1 row 3.
+    """
+    num_tokens = len(partition.restore_index)
+    ends = torch.tensor(query_lens, dtype=torch.int64).cumsum(0)
+    firsts = ends - torch.tensor(query_lens) + torch.tensor(num_dropped)
+    keep = torch.arange(num_tokens) >= firsts.repeat_interleave(torch.tensor(query_lens))
+    segments = [
+        tuple(
+            replace(segment, start=max(segment.start, num_dropped[segment.request]))
+            for segment in mine
+            if segment.stop > num_dropped[segment.request]
+        )
+        for mine in partition.segments
+    ]
+    return _with_index_arrays(segments, [rows[keep[rows]] for rows in partition.rows], num_tokens)
+
+
+def _with_index_arrays(
+    segments: Sequence[tuple[Segment, ...]], rows: Sequence[Tensor], num_tokens: int
+) -> Partition:
+    gather_index, write_mask, width = rank_major(rows)
+    restore_index = torch.full((num_tokens,), -1, dtype=torch.int64)
     for rank, part in enumerate(rows):
-        first = rank * width
-        gather_index[first : first + len(part)] = part
-        write_mask[first : first + len(part)] = True
-        restore_index[part] = first + torch.arange(len(part))
+        restore_index[part] = rank * width + torch.arange(len(part))
     return Partition(
-        segments=tuple(ordered),
+        segments=tuple(segments),
         rows=tuple(rows),
         num_padded_rows=width,
         gather_index=gather_index,
         write_mask=write_mask,
         restore_index=restore_index,
     )
+
+
+def rank_major(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor, int]:
+    """Rows of all ranks padded to the longest with row 0, a mask of the real ones, the width."""
+    width = max((len(part) for part in rows), default=0)
+    index = torch.zeros(len(rows) * width, dtype=torch.int64)
+    mask = torch.zeros(len(rows) * width, dtype=torch.bool)
+    for owner, part in enumerate(rows):
+        index[owner * width : owner * width + len(part)] = part
+        mask[owner * width : owner * width + len(part)] = True
+    return index, mask, width
 
 
 def _check_segments(dealt: list[list[Segment]], query_lens: Sequence[int]) -> None:

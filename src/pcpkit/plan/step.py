@@ -10,39 +10,17 @@ all-gather and are the same on every rank: their slots are -1 for padding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pcpkit.kernels.slot_gather import gather_slots
-from pcpkit.plan.batch import (
-    StepBatch,
-    check_batch,
-    row_positions,
-    row_requests,
-    row_token_windows,
-)
-from pcpkit.plan.links import PairLinks, link_pairs
-from pcpkit.plan.partition import Partition, whole_batch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class GroupRows:
-    """Compressed rows that a step finishes at the sources of one ratio."""
-
-    closing_rows: Tensor
-    """``(num_closing,)`` int64, local row of each group's last token."""
-    positions: Tensor
-    """``(num_closing,)`` int64, first position of the group (its RoPE position)."""
-    num_padded: int
-    """Groups of the rank that closes most."""
-    slots: Tensor
-    """``(size * num_padded,)`` int64 gathered, slot of the finished record."""
-    max_visible: int
-    """Largest number of compressed positions any row of the step sees."""
+from pcpkit.plan.batch import StepBatch, check_batch, row_requests, row_token_windows
+from pcpkit.plan.links import PairLinks
+from pcpkit.plan.partition import Partition, rank_major, whole_batch
+from pcpkit.plan.rows import GroupRows, LayerRows, SlotLayout, plan_layers
+from pcpkit.plan.trim import Trim, drop_idle_bounds, layer_starts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -50,7 +28,7 @@ class LogitsRows:
     """Rows whose logits are wanted."""
 
     local_rows: Tensor
-    """``(num_local,)`` int64, this rank's."""
+    """``(num_local,)`` int64, this rank's, among the rows of the last layer."""
     num_padded: int
     """Rows of the rank that has most."""
     restore_index: Tensor
@@ -62,18 +40,11 @@ class StepPlan:
     """Rows, slots and links of one step on one rank."""
 
     token_ids: Tensor
+    """``(num_rows,)`` int64."""
     token_windows: Tensor
-    positions: Tensor
-    row_request: Tensor
-    window_floor: Tensor
-    """``(num_rows,)`` int32, lowest window position a row may read."""
-    num_padded_rows: int
-    """Rows of the longest rank."""
-    window_slots: Tensor
-    """``(size * num_padded_rows,)`` int64 gathered, slot of each row's window record."""
-    groups: dict[int, GroupRows]
-    """By compress ratio."""
-    links: PairLinks
+    """``(num_rows, max_ngram)`` int64, see ``row_token_windows``."""
+    layers: tuple[LayerRows, ...]
+    """One a layer; a single one stands for all layers."""
     block_table: Tensor
     window_block_table: Tensor
     logits: LogitsRows
@@ -83,24 +54,32 @@ class StepPlan:
         """Local query rows; may be 0."""
         return self.token_ids.shape[0]
 
-    def num_visible(self, ratio: int) -> Tensor:
-        """Visible compressed positions of every row, ``(num_rows,)`` int32: ``(P + 1) // r``."""
-        return ((self.positions + 1) // ratio).int()
+    def layer_rows(self, layer: int) -> LayerRows:
+        """The rows that run in a layer."""
+        return self.layers[layer if len(self.layers) > 1 else 0]
 
     def to(self, device: torch.device | str) -> StepPlan:
         """The same plan with every tensor on ``device``."""
-        return _to(self, torch.device(device))
+        return _to(self, torch.device(device), {})
 
 
-def _to(value: Any, device: torch.device) -> Any:
+def _to(value: Any, device: torch.device, moved: dict[int, Any]) -> Any:
+    """What layers share is moved once and stays shared; ``moved`` is by identity."""
+    if id(value) in moved:
+        return moved[id(value)]
     if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, dict):
-        return {key: _to(item, device) for key, item in value.items()}
-    if isinstance(value, StepPlan | GroupRows | LogitsRows | PairLinks):
-        moved = {field.name: _to(getattr(value, field.name), device) for field in fields(value)}
-        return type(value)(**moved)
-    return value
+        result: Any = value.to(device, non_blocking=True)
+    elif isinstance(value, dict):
+        result = {key: _to(item, device, moved) for key, item in value.items()}
+    elif isinstance(value, tuple):
+        result = tuple(_to(item, device, moved) for item in value)
+    elif isinstance(value, StepPlan | LayerRows | GroupRows | LogitsRows | PairLinks):
+        parts = {one.name: _to(getattr(value, one.name), device, moved) for one in fields(value)}
+        result = type(value)(**parts)
+    else:
+        return value
+    moved[id(value)] = result
+    return result
 
 
 def plan_step(
@@ -112,6 +91,8 @@ def plan_step(
     ring_rows: int,
     partition: Partition | None = None,
     rank: int = 0,
+    sliding_window: int | None = None,
+    trim: Trim | None = None,
 ) -> StepPlan:
     """Plan one step for one rank.
 
@@ -123,85 +104,55 @@ def plan_step(
         ring_rows: rows of a ring block.
         partition: rows of every PCP rank; default all on one, in batch order.
         rank: this rank's index in the PCP group.
+        sliding_window: positions a window. Only saves work: requests that are a window past what
+            they replayed then run like any other.
+        trim: raises the first rows of the layers above the last KV source, where the batch allows.
 
     Raises:
-        ValueError: the batch is inconsistent, or a row has no slot in its block table.
+        ValueError: the batch is inconsistent, a row has no slot in its block table, or logits are
+            wanted of a row that does not run in the last layer.
     """
     check_batch(batch)
     partition = partition or whole_batch(batch.query_lens.tolist())
-    positions, request = row_positions(batch), row_requests(batch)
     mine = partition.rows[rank]
-
-    def slots(table: Tensor, size: int, ratio: int, index: Tensor, mask: Tensor) -> Tensor:
-        return gather_slots(positions, request, index, mask, table[None], [size], [ratio])[0]
-
-    window_slots = slots(
-        batch.window_block_table,
-        window_block_size,
-        1,
-        partition.gather_index,
-        partition.write_mask,
+    starts = layer_starts(batch, trim)
+    if starts is not None and sliding_window is not None:
+        starts = drop_idle_bounds(batch, starts, sliding_window)
+    layout = SlotLayout(
+        ratios=ratios,
+        block_size=block_size,
+        window_block_size=window_block_size,
+        ring_rows=ring_rows,
     )
-    _require_mapped("window_block_table", window_slots, partition.write_mask)
-    groups = {}
-    for ratio in ratios:
-        closing = [rows[(positions[rows] + 1) % ratio == 0] for rows in partition.rows]
-        index, mask, width = _rank_major(closing)
-        group_slots = slots(batch.block_table, block_size, ratio, index, mask)
-        _require_mapped("block_table", group_slots, mask)
-        groups[ratio] = GroupRows(
-            closing_rows=((positions[mine] + 1) % ratio == 0).nonzero()[:, 0],
-            positions=positions[closing[rank]] // ratio * ratio,
-            num_padded=width,
-            slots=group_slots,
-            max_visible=int(batch.seq_lens.max()) // ratio,
-        )
+    layers, last = plan_layers(batch, partition, rank, layout, starts)
     return StepPlan(
         token_ids=batch.token_ids[mine],
         token_windows=row_token_windows(batch)[mine],
-        positions=positions[mine],
-        row_request=request[mine],
-        window_floor=torch.zeros(len(mine), dtype=torch.int32),
-        num_padded_rows=partition.num_padded_rows,
-        window_slots=window_slots,
-        groups=groups,
-        links=link_pairs(batch, partition, rank, ring_rows),
+        layers=layers,
         block_table=batch.block_table,
         window_block_table=batch.window_block_table,
-        logits=_logits_rows(batch, partition, rank, request),
+        logits=_logits_rows(batch, last, rank),
     )
 
 
-def _logits_rows(batch: StepBatch, partition: Partition, rank: int, request: Tensor) -> LogitsRows:
+def _logits_rows(batch: StepBatch, partition: Partition, rank: int) -> LogitsRows:
+    """Where the wanted rows are among those of the last layer, which ``partition`` deals."""
     ends = batch.query_start_loc[1:].long()
-    wanted = torch.arange(batch.num_tokens) >= (ends - batch.num_logits.long())[request.long()]
+    firsts = (ends - batch.num_logits.long())[row_requests(batch).long()]
+    wanted = torch.arange(batch.num_tokens) >= firsts
     local = [wanted[rows].nonzero()[:, 0] for rows in partition.rows]
-    index, mask, width = _rank_major(
+    index, mask, width = rank_major(
         [rows[chosen] for rows, chosen in zip(partition.rows, local, strict=True)]
     )
     # Sorting the real gathered rows by their global row restores the batch order.
     real = mask.nonzero()[:, 0]
+    if len(real) < int(batch.num_logits.sum()):
+        raise ValueError(
+            f"num_logits expected rows that run in the last layer, got {batch.num_logits.tolist()} "
+            "for some that end below; ask for rows from the last layer's start on"
+        )
     return LogitsRows(
         local_rows=local[rank],
         num_padded=width,
         restore_index=real[index[real].argsort()],
     )
-
-
-def _rank_major(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor, int]:
-    """Rows of all ranks padded to the longest with row 0, a mask of the real ones, the width."""
-    width = max(len(part) for part in rows)
-    index = torch.zeros(len(rows) * width, dtype=torch.int64)
-    mask = torch.zeros(len(rows) * width, dtype=torch.bool)
-    for owner, part in enumerate(rows):
-        index[owner * width : owner * width + len(part)] = part
-        mask[owner * width : owner * width + len(part)] = True
-    return index, mask, width
-
-
-def _require_mapped(name: str, slots: Tensor, mask: Tensor) -> None:
-    if bool(((slots < 0) & mask).any()):
-        raise ValueError(
-            f"{name} expected a block for every query row, got none for "
-            f"{int(((slots < 0) & mask).sum())} rows; allocate blocks before planning"
-        )

@@ -10,11 +10,23 @@ import torch
 from torch import Tensor
 
 from pcpkit.config import CacheConfig
-from pcpkit.plan.batch import StepBatch
+from pcpkit.plan.batch import BatchReplay, StepBatch
 from pcpkit.plan.partition import PartitionStrategy, Segment
 
 NUM_SPARE_BLOCKS = 3
 """Blocks of a pool that belong to nobody."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixHit:
+    """What a request took over instead of computing it, and where each layer starts."""
+
+    num_tokens: int
+    """Even; their compressed KV and index keys are there."""
+    layer_starts: tuple[int, ...]
+    """First position that runs in each layer; ascending, at most ``num_tokens``."""
+    donor: int | None = None
+    """Request whose first blocks and ids these are; ``None``: blocks of its own, as if filled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +40,9 @@ class RequestRows:
     is_prefilling: bool
     num_logits: int
     """Last rows that need logits."""
+    hit: PrefixHit | None = None
+    """The same in all steps of a request."""
+    may_trim: bool = False
 
     @property
     def seq_len(self) -> int:
@@ -79,6 +94,8 @@ class Steps:
     batches: tuple[StepBatch, ...]
     """The same steps."""
     cache: CacheConfig
+    token_ids: tuple[tuple[int, ...], ...]
+    """By request, all its ids."""
 
 
 def random_cover(seed: int) -> PartitionStrategy:
@@ -118,11 +135,13 @@ def assemble_steps(
     vocab_size: int = 64,
     window_size: int | None = None,
     lookback: int = 3,
+    token_ids: Sequence[Sequence[int]] | None = None,
 ) -> Steps:
     """Give steps token ids and blocks that keep a request's caches where they are.
 
     A block is mapped when a step needs it, and freed when its request has ended or starts again;
-    whoever comes next takes it. Blocks of tokens computed before the first step are mapped, too.
+    whoever comes next takes it. Blocks of tokens computed before the first step are mapped, too. A
+    request with a hit shares its donor's blocks, which are freed with the last of them.
 
     Args:
         rows: at least one row in each step.
@@ -131,6 +150,10 @@ def assemble_steps(
         vocab_size: token ids are below it.
         window_size: window blocks that no row can read any more are freed; by default none.
         lookback: ids before the query that a step carries.
+        token_ids: by request, at least as many ids as it computes; by default they are drawn.
+
+    Raises:
+        ValueError: a donor is no request of an earlier step, or the hit ends within a block.
     """
     names = [one.request for step in rows for one in step.requests]
     lengths = [0] * (max(names) + 1)
@@ -146,6 +169,12 @@ def assemble_steps(
     )
     source = random.Random(seed)
     ids = [[source.randrange(vocab_size) for _ in range(count)] for count in lengths]
+    if token_ids is not None:
+        ids = [list(known[:count]) for known, count in zip(token_ids, lengths, strict=True)]
+    for one in (one for step in rows for one in step.requests):
+        if one.hit is not None and one.hit.donor is not None:
+            count = one.hit.num_tokens
+            ids[one.request][:count] = ids[one.hit.donor][:count]
     tables = _Tables(cache, seed, window_size)
     batches: list[StepBatch] = []
     for index, step in enumerate(rows):
@@ -153,10 +182,22 @@ def assemble_steps(
             tables.prepare(one)
         batches.append(_assemble(step, tables, ids, lookback))
         later = {one.request for step in rows[index + 1 :] for one in step.requests}
-        for one in step.requests:
-            if one.request not in later:
-                tables.release(one.request)
-    return Steps(rows=tuple(rows), batches=tuple(batches), cache=cache)
+        later |= {
+            one.hit.donor
+            for step in rows[index + 1 :]
+            for one in step.requests
+            if one.hit is not None and one.hit.donor is not None
+        }
+        # Those of this step first, then donors that nobody waits for any more.
+        for request in dict.fromkeys([one.request for one in step.requests] + list(tables.held)):
+            if request not in later:
+                tables.release(request)
+    return Steps(
+        rows=tuple(rows),
+        batches=tuple(batches),
+        cache=cache,
+        token_ids=tuple(tuple(known) for known in ids),
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -178,6 +219,7 @@ class _Tables:
         self._free = shuffled(seed, cache.num_blocks)
         self._free_window = shuffled(seed, cache.num_window_blocks)
         self._free_rings = shuffled(seed, cache.num_requests)
+        self._num_holders: dict[int, int] = {}
         self.held: dict[int, _Held] = {}
 
     def prepare(self, rows: RequestRows) -> None:
@@ -185,10 +227,12 @@ class _Tables:
         if rows.request in self.held and rows.num_computed_tokens == 0:
             self.release(rows.request)
         if rows.request not in self.held:
-            self.held[rows.request] = _Held(ring_block=self._free_rings.pop())
+            blocks = self._adopted(rows.hit)
+            self.held[rows.request] = _Held(ring_block=self._free_rings.pop(), blocks=blocks)
         held = self.held[rows.request]
         while len(held.blocks) * self._cache.block_size < rows.seq_len:
             held.blocks.append(self._free.pop())
+            self._num_holders[held.blocks[-1]] = 1
         while len(held.window_blocks) * self._cache.window_block_size < rows.seq_len:
             held.window_blocks.append(self._free_window.pop())
         if self._window_size is not None:
@@ -198,10 +242,29 @@ class _Tables:
                     self._free_window.append(held.window_blocks[index])
                     held.window_blocks[index] = -1
 
+    def _adopted(self, hit: PrefixHit | None) -> list[int]:
+        """The donor's first blocks, from now on also this request's."""
+        if hit is None or hit.donor is None:
+            return []
+        count, rest = divmod(hit.num_tokens, self._cache.block_size)
+        donor = self.held.get(hit.donor)
+        if rest or donor is None or len(donor.blocks) < count:
+            raise ValueError(
+                f"hit expected whole blocks of {self._cache.block_size} tokens that request "
+                f"{hit.donor} computed before, got {hit.num_tokens} tokens; put the donor's steps "
+                "first"
+            )
+        for block in donor.blocks[:count]:
+            self._num_holders[block] += 1
+        return donor.blocks[:count]
+
     def release(self, request: int) -> None:
-        """Free everything a request holds."""
+        """Free everything that only this request holds."""
         held = self.held.pop(request)
-        self._free += held.blocks
+        for block in held.blocks:
+            self._num_holders[block] -= 1
+            if self._num_holders[block] == 0:
+                self._free.append(block)
         self._free_window += [block for block in held.window_blocks if block >= 0]
         self._free_rings.append(held.ring_block)
 
@@ -223,6 +286,22 @@ def _assemble(
         window_block_table=_padded([one.window_blocks for one in held]),
         ring_blocks=_int32([one.ring_block for one in held]),
         num_logits=_int32([one.num_logits for one in step.requests]),
+        replay=_replay([one.hit for one in step.requests]),
+        may_trim=torch.tensor([one.may_trim for one in step.requests])
+        if any(one.may_trim for one in step.requests)
+        else None,
+    )
+
+
+def _replay(hits: Sequence[PrefixHit | None]) -> BatchReplay | None:
+    num_layers = max((len(hit.layer_starts) for hit in hits if hit is not None), default=0)
+    if num_layers == 0:
+        return None
+    cold = PrefixHit(num_tokens=0, layer_starts=(0,) * num_layers)
+    every = [hit or cold for hit in hits]
+    return BatchReplay(
+        num_cached_tokens=_int32([hit.num_tokens for hit in every]),
+        layer_starts=_int32([hit.layer_starts for hit in every]),
     )
 
 

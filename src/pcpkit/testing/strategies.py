@@ -22,6 +22,7 @@ from pcpkit.plan.partition import (
     make_partition,
 )
 from pcpkit.testing.batches import (
+    PrefixHit,
     RaggedBatch,
     RequestRows,
     Steps,
@@ -228,6 +229,7 @@ def step_schedules(
     max_decodes: int = 4,
     max_drafts: int = 0,
     preemption: bool = True,
+    num_layers: int = 0,
 ) -> tuple[RaggedBatch, ...]:
     """Steps that run some requests to their end, each joining, pausing and leaving when it likes.
 
@@ -239,16 +241,26 @@ def step_schedules(
         max_drafts: upper bound of the drafts a decode verifies; all are accepted.
         preemption: at most one request loses what it has computed and resumes at 0, where its
             generated tokens count as prompt.
+        num_layers: if there are any, some requests start behind a prefix hit, by
+            :func:`prefix_hits`, and some rows may be trimmed.
     """
     count = draw(st.integers(1, max_requests))
     prompts = [draw(st.integers(1, max_prompt)) for _ in range(count)]
     ends = [prompt + draw(st.integers(0, max_decodes)) for prompt in prompts]
     victim = draw(st.integers(0, count - 1)) if preemption and draw(st.booleans()) else None
     computed, steps = [0] * count, list[RaggedBatch]()
+    hits: list[PrefixHit | None] = [None] * count
+    for index in range(count if num_layers else 0):
+        if prompts[index] > 2 and draw(st.booleans()):
+            hit = draw(prefix_hits(prompts[index], num_layers))
+            hits[index], computed[index] = (
+                hit,
+                draw(st.integers(hit.layer_starts[0], hit.num_tokens)),
+            )
     while any(computed[i] < ends[i] for i in range(count)):
         if victim is not None and 0 < computed[victim] < ends[victim] and draw(st.booleans()):
             prompts[victim] = max(prompts[victim], computed[victim])
-            computed[victim], victim = 0, None
+            computed[victim], hits[victim], victim = 0, None, None
         waiting = draw(st.permutations([i for i in range(count) if computed[i] < ends[i]]))
         rows: list[RequestRows] = []
         for request in waiting[: draw(st.integers(1, len(waiting)))]:
@@ -263,11 +275,22 @@ def step_schedules(
                     query_len=length,
                     is_prefilling=prefills,
                     num_logits=int(computed[request] + length == end) if prefills else length,
+                    hit=hits[request],
+                    may_trim=bool(num_layers) and prefills and draw(st.booleans()),
                 )
             )
             computed[request] += length
         steps.append(RaggedBatch(requests=tuple(rows)))
     return tuple(steps)
+
+
+@st.composite
+def prefix_hits(draw: st.DrawFn, prompt: int, num_layers: int) -> PrefixHit:
+    """A hit of an even number of tokens below ``prompt``, and any ascending starts up to it."""
+    num_tokens = 2 * draw(st.integers(1, (prompt - 1) // 2))
+    start = st.integers(0, num_tokens)
+    starts = draw(st.lists(start, min_size=num_layers, max_size=num_layers))
+    return PrefixHit(num_tokens=num_tokens, layer_starts=tuple(sorted(starts)))
 
 
 def step_batches(
