@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from pcpkit.engine.batching import build_batch
-from pcpkit.engine.request import RequestState
+from pcpkit.cache.replay import ReplayPlan
+from pcpkit.engine.batching import build_batch, snapshot_moves
+from pcpkit.engine.request import RequestState, SnapshotPoint, Stay
+from pcpkit.engine.runner import SnapshotMove
 from pcpkit.engine.scheduler import ScheduledRows
 from pcpkit.engine.tables import RequestTables
 from pcpkit.plan.batch import check_batch
@@ -25,10 +27,12 @@ def _rows(
     blocks: Sequence[int] = (0,),
     window_blocks: Sequence[int] = (0,),
     ring_block: int = 0,
+    replay: ReplayPlan | None = None,
+    restore: SnapshotPoint | None = None,
+    capture: SnapshotPoint | None = None,
 ) -> ScheduledRows:
     tables = RequestTables(
         ring_block=ring_block,
-        num_promised_blocks=len(blocks),
         blocks=list(blocks),
         window_blocks=list(window_blocks),
         num_retired=sum(block < 0 for block in window_blocks),
@@ -38,7 +42,14 @@ def _rows(
         token_ids=list(token_ids),
         submitted_at=0.0,
         num_computed_tokens=start,
-        tables=tables,
+        stay=Stay(
+            tables=tables,
+            replay=ReplayPlan.cold(3) if replay is None else replay,
+            num_prefill_tokens=len(token_ids),
+            num_published=0,
+            restore=restore,
+            capture=capture,
+        ),
     )
     return ScheduledRows(state=state, start=start, num_rows=num_rows)
 
@@ -68,3 +79,65 @@ def test_requests_lie_one_after_the_other() -> None:
 def test_the_ids_before_a_chunk_come_newest_first(start: int, before: list[int]) -> None:
     batch = build_batch([_rows([9, 8, 7, 6, 5, 4, 3], start=start, num_rows=1)], lookback=3)
     assert batch.lookback_token_ids.tolist() == [before]
+
+
+def _replay(cached: int, *starts: int, restore: bool = False) -> ReplayPlan:
+    return ReplayPlan(
+        num_cached_tokens=cached, layer_starts=starts, exact=True, restore=restore, capture=False
+    )
+
+
+def test_a_batch_carries_the_replay_of_each_request() -> None:
+    cold = _rows([9, 8, 7], start=0, num_rows=2)
+    assert build_batch([cold], lookback=3).replay is None
+    hit = _rows(range(20, 32), start=2, num_rows=3, replay=_replay(8, 2, 4, 6))
+    batch = build_batch([cold, hit], lookback=3)
+    check_batch(batch)
+    assert batch.replay is not None
+    assert batch.replay.num_cached_tokens.tolist() == [0, 8]
+    assert batch.replay.layer_starts.tolist() == [[0, 0, 0], [2, 4, 6]]
+    # Replayed rows see the ids before them, which this request never runs.
+    assert batch.lookback_token_ids.tolist() == [[-1, -1, -1], [21, 20, -1]]
+    # A request that samples keeps its replay.
+    decoding = _rows(range(20, 32), start=11, num_rows=1, replay=_replay(8, 2, 4, 6))
+    later = build_batch([decoding], lookback=3).replay
+    assert later is not None
+    assert later.num_cached_tokens.tolist() == [8]
+
+
+def test_only_prefills_that_nobody_looks_at_may_be_trimmed() -> None:
+    plain = _rows([9, 8, 7], start=0, num_rows=3, logits="last")
+    every = _rows([9, 8, 7], start=0, num_rows=3, logits="all")
+    point = SnapshotPoint(key=b"k", num_tokens=2)
+    keeper = _rows([9, 8, 7], start=0, num_rows=1, capture=point)
+    decode = _rows([9, 8, 7], start=3, num_rows=0)
+    rows = [plain, every, keeper]
+    assert build_batch(rows, lookback=3).may_trim is None
+    batch = build_batch(rows, lookback=3, trims=True)
+    check_batch(batch)
+    assert batch.may_trim is not None
+    assert batch.may_trim.tolist() == [True, False, False]
+    assert not decode.may_trim
+    assert build_batch([every], lookback=3, trims=True).may_trim is None
+
+
+def test_snapshots_move_in_the_first_step_and_when_their_rows_are_there() -> None:
+    point = SnapshotPoint(key=b"k", num_tokens=8)
+    restored = _rows(
+        range(20), start=8, num_rows=2, replay=_replay(8, 5, 5, 5, restore=True), restore=point
+    )
+    early = _rows(range(20), start=0, num_rows=7, capture=point)
+    just = _rows(range(20), start=0, num_rows=8, capture=point)
+    past = _rows(range(20), start=3, num_rows=9, capture=point)
+    restores, captures = snapshot_moves([early, restored, just, past])
+    assert restores == (SnapshotMove(request=1, key=b"k", num_tokens=8),)
+    assert [move.request for move in captures] == [2, 3]
+
+
+def test_a_resumed_request_keeps_logits_once() -> None:
+    rows = _rows(range(20, 30), start=2, num_rows=5, logits="all")
+    assert rows.num_logits == 5
+    rows.state.num_logits_kept = 4
+    assert rows.num_logits == 3  # positions 4, 5, 6
+    rows.state.num_logits_kept = 9
+    assert rows.num_logits == 0

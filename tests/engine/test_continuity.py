@@ -12,11 +12,21 @@ from pcpkit.engine.continuity import ComputedTokens
 from pcpkit.engine.runner import ComputedStep, ModelRunner
 from pcpkit.engine.sizing import EngineConfig, cache_config
 from pcpkit.model.decoder import TextModel
-from pcpkit.plan.batch import StepBatch
+from pcpkit.plan.batch import BatchReplay, StepBatch
 
 
-def batch(starts: Sequence[int], lengths: Sequence[int]) -> StepBatch:
-    """Requests 0, 1, .. with their own blocks, 64 tokens each at most."""
+def batch(starts: Sequence[int], lengths: Sequence[int], cached: Sequence[int] = ()) -> StepBatch:
+    """Requests 0, 1, .. with their own blocks, 64 tokens each at most.
+
+    `cached`: adopted tokens, behind which each layer starts two tokens after the one below.
+    """
+    replay = None
+    if cached:
+        hits = torch.tensor(cached, dtype=torch.int32)
+        ahead = torch.tensor([4, 2], dtype=torch.int32)
+        replay = BatchReplay(
+            num_cached_tokens=hits, layer_starts=(hits[:, None] - ahead).clamp(min=0)
+        )
     count, total = len(lengths), sum(lengths)
     blocks = torch.arange(count, dtype=torch.int32)
     return StepBatch(
@@ -29,6 +39,7 @@ def batch(starts: Sequence[int], lengths: Sequence[int]) -> StepBatch:
         window_block_table=torch.stack([2 * blocks, 2 * blocks + 1], dim=1),
         ring_blocks=blocks,
         num_logits=torch.ones(count, dtype=torch.int32),
+        replay=replay,
     )
 
 
@@ -68,6 +79,37 @@ def test_what_does_not_continue_is_refused(
         computed.check(step, names)
     assert "\n" not in str(caught.value)
     assert "; " in str(caught.value), "no remedy"
+
+
+def test_a_replay_starts_below_its_hit_and_stays() -> None:
+    computed = ComputedTokens(max_rows=8)
+    for step in (batch([4, 0], [2, 3], [8, 0]), batch([6, 3], [5, 1], [8, 0])):
+        computed.check(step, ("hit", "cold"))
+        computed.advance(step, ("hit", "cold"))
+    # The step has no other replay, so the batch of a cold request alone may carry none.
+    computed.check(batch([4], [1]), ("cold",))
+    with pytest.raises(ValueError, match=r"^request hit expected to keep its 8 cached tokens "):
+        computed.check(batch([11], [1], [10]), ("hit",))
+    with pytest.raises(ValueError, match=r"^request hit expected to keep its 8 cached tokens "):
+        computed.check(batch([11], [1]), ("hit",))
+    # Preempted: a fresh start anywhere, without the old one.
+    computed.forget("hit")
+    computed.check(batch([0], [1]), ("hit",))
+    computed.check(batch([8], [1], [12]), ("hit",))
+    with pytest.raises(ValueError, match="continue at position 8, got 11"):
+        computed.check(batch([11], [1], [12]), ("hit",))
+
+
+def test_a_restored_request_starts_at_its_hit() -> None:
+    computed = ComputedTokens(max_rows=8)
+    step = batch([8], [2], [8])
+    with pytest.raises(ValueError, match="continue at position 4, got 8"):
+        computed.check(step, ("hit",))
+    computed.check(step, ("hit",), {"hit"})
+    computed.advance(step, ("hit",))
+    with pytest.raises(ValueError, match=r"^request hit expected no snapshot after its first step"):
+        computed.check(batch([10], [1], [8]), ("hit",), {"hit"})
+    computed.check(batch([10], [1], [8]), ("hit",))
 
 
 def test_the_runner_refuses_before_it_computes(model: TextModel) -> None:

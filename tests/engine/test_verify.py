@@ -102,7 +102,7 @@ def _next_float(logits: Tensor, pool: CachePool, plan: StepPlan) -> Tensor:
 
 
 def _flip_window_bit(logits: Tensor, pool: CachePool, plan: StepPlan) -> Tensor:
-    slot = int(plan.window_slots[0])
+    slot = int(plan.layer_rows(6).window_slots[0])
     last = pool.window[6].flatten(0, 1)
     last[slot, 0] ^= 1
     return logits

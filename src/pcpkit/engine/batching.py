@@ -8,20 +8,25 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from pcpkit.cache.blocks import NULL_BLOCK
+from pcpkit.engine.runner import SnapshotMove
 from pcpkit.engine.scheduler import ScheduledRows
-from pcpkit.engine.tables import NO_BLOCK
-from pcpkit.plan.batch import StepBatch
+from pcpkit.plan.batch import BatchReplay, StepBatch
 
 
-def build_batch(scheduled: Sequence[ScheduledRows], lookback: int) -> StepBatch:
+def build_batch(
+    scheduled: Sequence[ScheduledRows], lookback: int, *, trims: bool = False
+) -> StepBatch:
     """Batch of one step, requests in the order of `scheduled`.
 
     Args:
         scheduled: rows of each request, blocks mapped.
         lookback: ids before the first row that the Engram hash needs, `max_ngram - 1`.
+        trims: whether rows may be trimmed at all.
     """
     tokens = [token for rows in scheduled for token in rows.token_ids]
     starts = accumulate((rows.num_rows for rows in scheduled), initial=0)
+    may_trim = [rows.may_trim for rows in scheduled]
     return StepBatch(
         query_start_loc=_int32(list(starts)),
         num_computed_tokens=_int32([rows.start for rows in scheduled]),
@@ -34,6 +39,35 @@ def build_batch(scheduled: Sequence[ScheduledRows], lookback: int) -> StepBatch:
         window_block_table=_table([rows.tables.window_blocks for rows in scheduled]),
         ring_blocks=_int32([rows.tables.ring_block for rows in scheduled]),
         num_logits=_int32([rows.num_logits for rows in scheduled]),
+        replay=_replay(scheduled),
+        may_trim=torch.tensor(may_trim) if trims and any(may_trim) else None,
+    )
+
+
+def snapshot_moves(
+    scheduled: Sequence[ScheduledRows],
+) -> tuple[tuple[SnapshotMove, ...], tuple[SnapshotMove, ...]]:
+    """Snapshots to copy back before the step, and those to keep after it."""
+    restores = tuple(
+        SnapshotMove(request=index, key=point.key, num_tokens=point.num_tokens)
+        for index, rows in enumerate(scheduled)
+        if (point := rows.stay.restore) is not None
+    )
+    captures = tuple(
+        SnapshotMove(request=index, key=point.key, num_tokens=point.num_tokens)
+        for index, rows in enumerate(scheduled)
+        if (point := rows.stay.capture) is not None and rows.captures
+    )
+    return restores, captures
+
+
+def _replay(scheduled: Sequence[ScheduledRows]) -> BatchReplay | None:
+    plans = [rows.stay.replay for rows in scheduled]
+    if not any(plan.num_cached_tokens for plan in plans):
+        return None
+    return BatchReplay(
+        num_cached_tokens=_int32([plan.num_cached_tokens for plan in plans]),
+        layer_starts=_int32([plan.layer_starts for plan in plans]),
     )
 
 
@@ -45,7 +79,7 @@ def _ids_before(rows: ScheduledRows, lookback: int) -> list[int]:
 
 def _table(lists: Sequence[Sequence[int]]) -> Tensor:
     width = max(len(blocks) for blocks in lists)
-    return _int32([[*blocks, *[NO_BLOCK] * (width - len(blocks))] for blocks in lists])
+    return _int32([[*blocks, *[NULL_BLOCK] * (width - len(blocks))] for blocks in lists])
 
 
 def _int32(values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:

@@ -6,13 +6,26 @@ scheduler of their own, and it is the same on every rank, so a refusal never lea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from pcpkit.plan.batch import StepBatch
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Progress:
+    """Of one request: the next position, and the start that it keeps until it is forgotten."""
+
+    next_position: int
+    num_cached_tokens: int
+    layer_starts: tuple[int, ...]
+
+
 class ComputedTokens:
     """How many tokens of each request the caches hold.
+
+    A request starts at 0, or where its replay of a cached prefix does, and keeps that replay in
+    every step. To start anew, after a preemption, it has to be forgotten first.
 
     Args:
         max_rows: rows of one step at most, over all requests.
@@ -20,18 +33,23 @@ class ComputedTokens:
 
     def __init__(self, max_rows: int) -> None:
         self._max_rows = max_rows
-        self._counts: dict[str, int] = {}
+        self._progress: dict[str, _Progress] = {}
 
-    def check(self, batch: StepBatch, request_ids: Sequence[str]) -> None:
+    def check(
+        self, batch: StepBatch, request_ids: Sequence[str], restored: Collection[str] = ()
+    ) -> None:
         """Refuse a batch that is too large, or whose rows are not the next ones of its requests.
 
         Args:
             batch: the global batch.
             request_ids: of its requests, in order.
+            restored: those whose window records come from a snapshot.
 
         Raises:
-            ValueError: more rows than the budget, not one id a request, an id twice, or a request
-                that does not start where its last step ended (a new one: at 0).
+            ValueError: more rows than the budget, not one id a request, an id twice, a request that
+                does not start where its last step ended, a new one that does not start at 0 or
+                where its replay does, another replay than before, or a restored request that is
+                not new.
         """
         if batch.num_tokens > self._max_rows:
             raise ValueError(
@@ -48,18 +66,56 @@ class ComputedTokens:
                 f"request_ids expected each id once a step, got {twice[0]!r} again; number the "
                 "requests, and put all rows of one into one entry"
             )
-        for name, start in zip(request_ids, batch.num_computed_tokens.tolist(), strict=True):
-            held = self._counts.get(name, 0)
-            if start != held:
-                raise ValueError(
-                    f"request {name} expected to continue at position {held}, got {start}; "
-                    "schedule its rows in order, each once"
-                )
+        for name, start, replay in zip(
+            request_ids, batch.num_computed_tokens.tolist(), _replays(batch), strict=True
+        ):
+            self._check_start(name, start, replay, name in restored)
 
     def advance(self, batch: StepBatch, request_ids: Sequence[str]) -> None:
         """Account for a step that was computed."""
-        self._counts.update(zip(request_ids, batch.seq_lens.tolist(), strict=True))
+        for name, end, (cached, starts) in zip(
+            request_ids, batch.seq_lens.tolist(), _replays(batch), strict=True
+        ):
+            self._progress[name] = _Progress(
+                next_position=end, num_cached_tokens=cached, layer_starts=starts
+            )
 
     def forget(self, request_id: str) -> None:
-        """A request ended; its id may start again at 0."""
-        self._counts.pop(request_id, None)
+        """A request ended or lost its blocks; its id may start again."""
+        self._progress.pop(request_id, None)
+
+    def _check_start(
+        self, name: str, start: int, replay: tuple[int, tuple[int, ...]], is_restored: bool
+    ) -> None:
+        cached, starts = replay
+        before = self._progress.get(name)
+        if before is None:
+            held = cached if is_restored else max(starts[:1], default=0)
+        elif is_restored:
+            raise ValueError(
+                f"request {name} expected no snapshot after its first step, got one to restore; "
+                "forget the request first"
+            )
+        else:
+            held = before.next_position
+            if (before.num_cached_tokens, before.layer_starts) != (cached, starts):
+                raise ValueError(
+                    f"request {name} expected to keep its {before.num_cached_tokens} cached tokens "
+                    f"and layer starts, got {cached} and other starts; forget it to start anew"
+                )
+        if start != held:
+            raise ValueError(
+                f"request {name} expected to continue at position {held}, got {start}; "
+                "schedule its rows in order, each once"
+            )
+
+
+def _replays(batch: StepBatch) -> list[tuple[int, tuple[int, ...]]]:
+    """Cached tokens and layer starts of every request; (0, ()) for a cold one."""
+    if batch.replay is None:
+        return [(0, ())] * batch.num_reqs
+    cached = batch.replay.num_cached_tokens.tolist()
+    starts: list[list[int]] = batch.replay.layer_starts.tolist()
+    return [
+        (tokens, tuple(row) if tokens else ()) for tokens, row in zip(cached, starts, strict=True)
+    ]

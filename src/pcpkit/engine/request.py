@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 
+from pcpkit.cache.replay import ReplayPlan
 from pcpkit.engine.tables import RequestTables
 
 LogitsKept = Literal["none", "last", "all"]
@@ -68,11 +70,29 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One prompt to continue. `request_id` names it in errors and results."""
+    """One prompt to continue. `request_id` names it in errors and results.
+
+    Raises ValueError for a priority that is no integer or a salt that is no text.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
+    priority: int = 0
+    """Lower runs first; among equals, who came first."""
+    cache_salt: str = ""
+    """Requests with different salts share no cached prefix: the name of a tenant, chosen by the
+    server."""
+
+    def __post_init__(self) -> None:
+        if type(self.priority) is not int:
+            raise ValueError(
+                f"priority expected an integer, got {self.priority!r}; lower runs first"
+            )
+        if type(self.cache_salt) is not str:
+            raise ValueError(
+                f"cache_salt expected a string, got {self.cache_salt!r}; leave it out to share"
+            )
 
     @property
     def max_tokens(self) -> int:
@@ -115,55 +135,6 @@ class Phase(enum.Enum):
     FINISHED = "finished"
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class RequestState:
-    """Progress of one request inside the engine; the scheduler and the engine mutate it."""
-
-    request: Request
-    token_ids: list[int]
-    """Prompt and sampled ids; the last sampled one has no caches yet."""
-    submitted_at: float
-    """Clock reading in seconds, as the two below."""
-    phase: Phase = Phase.WAITING
-    num_computed_tokens: int = 0
-    """Tokens whose caches are written."""
-    tables: RequestTables | None = None
-    """Physical blocks; None unless running."""
-    kept_logits: list[Tensor] = field(default_factory=list[Tensor])
-    """(rows, vocab) fp32 CPU pieces in position order, see `LogitsKept`."""
-    first_token_at: float | None = None
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.request.prompt_token_ids)
-
-    @property
-    def num_pending_tokens(self) -> int:
-        """Known tokens that still have to run: what is left of the prompt, or 1 in decode."""
-        return len(self.token_ids) - self.num_computed_tokens
-
-    @property
-    def is_prefilling(self) -> bool:
-        """True until the whole prompt is computed."""
-        return self.num_computed_tokens < self.num_prompt_tokens
-
-    @property
-    def output_token_ids(self) -> list[int]:
-        """Sampled ids so far."""
-        return self.token_ids[self.num_prompt_tokens :]
-
-    def finish_reason(self, eos_token_id: int) -> FinishReason | None:
-        """Why the request ends after its newest token, None if it goes on."""
-        output, params = self.output_token_ids, self.request.params
-        if not output:
-            return None
-        ends = output[-1] in params.stop_token_ids
-        if ends or (output[-1] == eos_token_id and not params.ignore_eos):
-            return "stop"
-        return "length" if len(output) >= params.max_new_tokens else None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RequestOutput:
     """Result of a finished request."""
@@ -180,6 +151,141 @@ class RequestOutput:
     """Seconds from submission to the first token, waiting included."""
     decode_s: float
     """Seconds from the first token to the last."""
+    queue_s: float = 0.0
+    """Seconds from submission to the first step that ran rows of it."""
+    num_cached_tokens: int = 0
+    """Tokens taken over from the prefix cache at its first start."""
+    num_replayed_rows: int = 0
+    """Rows below them that ran again then, to rebuild window records."""
+    num_preemptions: int = 0
+    """How often it lost its blocks and computed them again."""
+    exact: bool = True
+    """False if a start was an approximate replay, or rows were trimmed to one window (`bounded`):
+    the answer may differ from a cold run's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotPoint:
+    """Where a snapshot of window records stands: after `num_tokens` tokens, named by `key`."""
+
+    key: bytes
+    num_tokens: int
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Stay:
+    """What a request has from one admission to its end or preemption; dropped as a whole.
+
+    So nothing of a start survives a preemption: a resumed request looks up and plans anew.
+    """
+
+    tables: RequestTables
+    """Physical blocks."""
+    replay: ReplayPlan
+    num_prefill_tokens: int
+    """Tokens known at the admission: the prompt, and what was sampled before a preemption."""
+    num_published: int
+    """Leading blocks that are in the prefix cache: adopted ones, and own ones since."""
+    restore: SnapshotPoint | None = None
+    """Copied back before the first step; held in the store until that step is done."""
+    capture: SnapshotPoint | None = None
+    """To be kept as soon as so many tokens are computed; None: nothing, or done."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RequestState:
+    """Progress of one request inside the engine; the scheduler and the engine mutate it."""
+
+    request: Request
+    token_ids: list[int]
+    """Prompt and sampled ids; the last sampled one has no caches yet."""
+    submitted_at: float
+    """Clock reading in seconds, as the two below."""
+    arrival: int = 0
+    """Counts submissions; set by the scheduler."""
+    phase: Phase = Phase.WAITING
+    num_computed_tokens: int = 0
+    """Position of the next row; everything below has caches, its own or adopted ones."""
+    stay: Stay | None = None
+    """None unless running."""
+    hashes: list[bytes] = field(default_factory=list[bytes])
+    """Names of the full blocks of `token_ids`, as far as they were needed."""
+    kept_logits: list[Tensor] = field(default_factory=list[Tensor])
+    """(rows, vocab) fp32 CPU pieces in position order, see `LogitsKept`."""
+    num_logits_kept: int = 0
+    """Their rows; a preempted request does not keep them twice."""
+    first_plan: ReplayPlan | None = None
+    """Of the first admission, which counts in the statistics."""
+    exact: bool = True
+    """Nothing so far was approximate: no replay at a start, no trim."""
+    num_preemptions: int = 0
+    admitted_at: float | None = None
+    first_token_at: float | None = None
+
+    @property
+    def tables(self) -> RequestTables:
+        """Blocks of a running request."""
+        assert self.stay is not None, "only a running request has tables"
+        return self.stay.tables
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Who goes before whom: the lower one."""
+        return self.request.priority, self.arrival
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens before decode starts: the prompt; after a preemption, all that were known."""
+        return self.num_prompt_tokens if self.stay is None else self.stay.num_prefill_tokens
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Known tokens that still have to run: what is left of the prefill, or 1 in decode."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_prefilling(self) -> bool:
+        """True until all tokens known at the admission are computed."""
+        return self.num_computed_tokens < self.num_prefill_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Sampled ids so far."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    def finish_reason(self, eos_token_id: int) -> FinishReason | None:
+        """Why the request ends after its newest token, None if it goes on."""
+        output, params = self.output_token_ids, self.request.params
+        if not output:
+            return None
+        ends = output[-1] in params.stop_token_ids
+        if ends or (output[-1] == eos_token_id and not params.ignore_eos):
+            return "stop"
+        return "length" if len(output) >= params.max_new_tokens else None
+
+    def output(self, reason: FinishReason, now: float) -> RequestOutput:
+        """The result of a request that ends `now`, with its newest token."""
+        assert self.first_token_at is not None, "a finished request has a token"
+        assert self.admitted_at is not None, "a finished request has run"
+        assert self.first_plan is not None, "a finished request was admitted"
+        return RequestOutput(
+            request=self.request,
+            token_ids=tuple(self.output_token_ids),
+            finish_reason=reason,
+            logits=torch.cat(self.kept_logits) if self.kept_logits else None,
+            ttft_s=self.first_token_at - self.submitted_at,
+            decode_s=now - self.first_token_at,
+            queue_s=self.admitted_at - self.submitted_at,
+            num_cached_tokens=self.first_plan.num_cached_tokens,
+            num_replayed_rows=self.first_plan.num_replayed_rows,
+            num_preemptions=self.num_preemptions,
+            exact=self.exact,
+        )
 
 
 def _check_int(name: str, value: Sequence[int] | int, least: int, remedy: str) -> None:

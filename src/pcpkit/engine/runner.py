@@ -7,12 +7,13 @@ each deals the rows of the same batch by the same rule, and takes its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from pcpkit.cache.pool import CachePool, allocate_pool
+from pcpkit.cache.snapshot import SnapshotStore
 from pcpkit.config import CacheConfig
 from pcpkit.engine.continuity import ComputedTokens
 from pcpkit.model.decoder import TextModel
@@ -25,6 +26,18 @@ from pcpkit.plan.partition import (
     whole_batch,
 )
 from pcpkit.plan.step import plan_step
+from pcpkit.plan.trim import Trim, layer_starts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotMove:
+    """Window records of a request of the step, from or to the snapshot store."""
+
+    request: int
+    """Place in the batch."""
+    key: bytes
+    num_tokens: int
+    """The records are those that the row at this position reads besides its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,6 +50,9 @@ class ComputedStep:
     """Rows of every PCP rank; the batch in its order on a model without others."""
     pool: CachePool
     logits: Tensor
+    layer_starts: Tensor | None = None
+    """(num_reqs, num_layers) int32: the first position that ran in each layer; a request's rows
+    before it did not, and wrote no window record. None: all rows ran everywhere."""
 
 
 StepObserver = Callable[[ComputedStep], None]
@@ -60,6 +76,8 @@ class ModelRunner:
         max_rows: rows of one step at most, over all requests and ranks.
         observe: is shown every step after its forward.
         strategy: deals the rows to the model's PCP ranks.
+        snapshots: this rank's store, for steps that restore or keep window records.
+        trim: how the rows are trimmed that a batch allows to be; None trims nothing.
     """
 
     def __init__(
@@ -70,30 +88,43 @@ class ModelRunner:
         max_rows: int,
         observe: StepObserver = ignore_step,
         strategy: PartitionStrategy = levelled,
+        snapshots: SnapshotStore | None = None,
+        trim: Trim | None = None,
     ) -> None:
         config = model.config
         self._model = model
         self._cache = cache
         self._observe = observe
         self._strategy = strategy
+        self._snapshots = snapshots
+        self._trim = trim
         self._computed = ComputedTokens(max_rows)
         self._pool = allocate_pool(config, cache, model.device)
         self._ratios = tuple(
             sorted({config.compress_ratio(layer) for layer in config.kv_source_layer_ids})
         )
 
-    def run(self, batch: StepBatch, request_ids: tuple[str, ...]) -> Tensor:
+    def run(
+        self,
+        batch: StepBatch,
+        request_ids: tuple[str, ...],
+        *,
+        restores: Sequence[SnapshotMove] = (),
+        captures: Sequence[SnapshotMove] = (),
+    ) -> Tensor:
         """Compute one step: writes the caches, returns its (num_logits, vocab) fp32 logits.
 
         Args:
             batch: the global batch, the same on every rank.
             request_ids: of its requests, in order.
+            restores: snapshots to copy back before the forward, of requests that start.
+            captures: records to keep after it, of requests that have computed so many tokens.
 
         Raises:
             ValueError: the batch is inconsistent, too large, or does not continue what was computed
                 (see `ComputedTokens.check`); no rank has computed anything then.
         """
-        self._computed.check(batch, request_ids)
+        self._computed.check(batch, request_ids, {request_ids[move.request] for move in restores})
         partition = self._deal(batch)
         plan = plan_step(
             batch,
@@ -103,8 +134,14 @@ class ModelRunner:
             ring_rows=self._cache.ring_rows,
             partition=partition,
             rank=self._model.groups.pcp.rank,
+            sliding_window=self._model.config.sliding_window,
+            trim=self._trim,
         ).to(self._model.device)
+        for move in restores:
+            self._restore(batch, move)
         logits = self._model.forward(plan, self._pool)
+        for move in captures:
+            self._capture(batch, move)
         self._computed.advance(batch, request_ids)
         self._observe(
             ComputedStep(
@@ -113,13 +150,34 @@ class ModelRunner:
                 partition=partition,
                 pool=self._pool,
                 logits=logits,
+                layer_starts=layer_starts(batch, self._trim),
             )
         )
         return logits
 
     def forget(self, request_id: str) -> None:
-        """A request ended; its id may start again."""
+        """A request ended or lost its blocks; its id may start again."""
         self._computed.forget(request_id)
+
+    def _restore(self, batch: StepBatch, move: SnapshotMove) -> None:
+        assert self._snapshots is not None, "a restored snapshot has a store"
+        self._snapshots.restore(
+            move.key,
+            self._pool,
+            batch.window_block_table[move.request].tolist(),
+            num_tokens=move.num_tokens,
+            sliding_window=self._model.config.sliding_window,
+        )
+
+    def _capture(self, batch: StepBatch, move: SnapshotMove) -> None:
+        assert self._snapshots is not None, "a captured snapshot has a store"
+        self._snapshots.capture(
+            move.key,
+            self._pool,
+            batch.window_block_table[move.request].tolist(),
+            num_tokens=move.num_tokens,
+            sliding_window=self._model.config.sliding_window,
+        )
 
     def _deal(self, batch: StepBatch) -> Partition:
         lengths, size = batch.query_lens.tolist(), self._model.groups.pcp.size

@@ -53,6 +53,43 @@ def compare_requests(
     return found
 
 
+def compare_with_cold(
+    cold: RequestOutput,
+    got: RequestOutput,
+    cold_recorder: CacheRecorder,
+    got_recorder: CacheRecorder,
+) -> list[str]:
+    """What differs between a cold run of a request and one behind a cached prefix or a preemption.
+
+    Tokens and kept logits, compressed records of all positions, window records of all positions
+    that the second run wrote or restored (it has no others), and the open row.
+
+    Args:
+        cold, got: results of requests with the same prompt and parameters; ids may differ.
+        cold_recorder, got_recorder: watched the runs.
+
+    Returns:
+        One line a difference; empty if nothing differs.
+    """
+    names = cold.request.request_id, got.request.request_id
+    bytes_of = [r.cache_bytes(n) for r, n in zip((cold_recorder, got_recorder), names, strict=True)]
+    cold_spans, got_spans = cold_recorder.spans(names[0]), got_recorder.spans(names[1])
+    found: list[str] = []
+    for name, span in got_spans.items():
+        expected = cold_spans.get(name)
+        if expected is None:
+            continue  # told as a name that only one run has
+        if name.startswith("window."):
+            common = torch.isin(expected.positions, span.positions)
+            bytes_of[0][name] = expected.records[common]
+            expected_positions = expected.positions[common]
+        else:
+            expected_positions = expected.positions
+        if not torch.equal(expected_positions, span.positions):
+            found.append(f"request {names[1]}: {name} has other positions than the cold run")
+    return found + compare_requests(cold, got, *bytes_of)
+
+
 def named_bytes(output: RequestOutput, cache_bytes: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The cache bytes of a request and, if kept, the bits of its logits; uint8 by name."""
     if output.logits is None:
@@ -67,7 +104,7 @@ def verify_requests(
     recorder: CacheRecorder,
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[str]:
-    """Run finished requests again, each alone and cut differently, and compare everything.
+    """Run finished requests again, each alone, cold and cut differently, and compare everything.
 
     Args:
         model: that made the outputs, or the same on other ranks: a whole one on this rank.
@@ -90,10 +127,7 @@ def verify_requests(
             result = engine.step(next(sizes))
             finished += result.finished
             progress(result.num_prompt_rows + result.num_decode_rows)
-        request_id = output.request.request_id
-        differences += compare_requests(
-            output, finished[0], recorder.cache_bytes(request_id), again.cache_bytes(request_id)
-        )
+        differences += compare_with_cold(finished[0], output, again, recorder)
     return differences
 
 
