@@ -1,4 +1,7 @@
-"""The command line of `prefill.py`: flags, their ranges, and what follows from them."""
+"""The command line of `prefill.py`: flags, their ranges, and what follows from them.
+
+`prefix_cache.py` shares the flags of the ranks.
+"""
 
 from __future__ import annotations
 
@@ -69,11 +72,14 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--json", type=Path, metavar="FILE", help="write a report")
     add("--dump", type=Path, metavar="F.safetensors", help="write tokens and logits")
-    _add_ranks(parser)
+    add = add_ranks(parser).add_argument
+    add("--show-plan", action="store_true", help="print who owns which rows of the first steps")
+    add("--plan-png", type=Path, metavar="F", help="the same as a picture (needs matplotlib)")
     return parser
 
 
-def _add_ranks(parser: argparse.ArgumentParser) -> None:
+def add_ranks(parser: argparse.ArgumentParser) -> Any:
+    """Add what decides how many ranks do what; returns the group of flags."""
     group = parser.add_argument_group("ranks", "torchrun starts T x P processes")
     add = group.add_argument
     add("--tp", type=positive, default=1, metavar="T", help="tensor-parallel ranks; default 1")
@@ -103,8 +109,7 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="longest wait for a peer; default 120",
     )
-    add("--show-plan", action="store_true", help="print who owns which rows of the first steps")
-    add("--plan-png", type=Path, metavar="F", help="the same as a picture (needs matplotlib)")
+    return group
 
 
 def positive(value: str) -> int:

@@ -6,10 +6,10 @@ import argparse
 import hashlib
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -24,7 +24,7 @@ from pcpkit.engine import (
     resolve_device,
 )
 from pcpkit.model.tiny import cached_tiny_checkpoint
-from pcpkit.parallel.agreement import check_alike, first_problem, share_bytes
+from pcpkit.parallel.agreement import check_alike, first_problem
 from pcpkit.parallel.collectives import check_world_size, device_of_rank
 from pcpkit.parallel.groups import Group
 from prompts import Prompt, Source, default_sources, make_requests, read_text, read_token_ids
@@ -55,7 +55,28 @@ class Job:
         return hashlib.sha256(repr(parts).encode()).digest()
 
 
-def prepare_alike(options: argparse.Namespace, world: Group) -> Job:
+class Checked(Protocol):
+    """What ranks must agree on before they start: a `Job`, or what holds one."""
+
+    @property
+    def device(self) -> torch.device:
+        """Of this rank."""
+        ...
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Of everything that decides what is computed."""
+        ...
+
+
+AnyJob = TypeVar("AnyJob", bound=Checked)
+
+
+def prepare_alike(
+    options: argparse.Namespace,
+    world: Group,
+    check_input: Callable[[argparse.Namespace, Group], AnyJob],
+) -> AnyJob:
     """Check the input on every rank; if one refuses it, all do.
 
     Raises:
@@ -63,9 +84,8 @@ def prepare_alike(options: argparse.Namespace, world: Group) -> Job:
             message), or the ranks were given different jobs.
     """
     check_world_size(ranks_of(options), world.size)
-    stdin = share_bytes(world, read_stdin(options) if world.rank == 0 else b"")
     try:
-        job, problem = prepare(options, stdin, writes=world.rank == 0), None
+        job, problem = check_input(options, world), None
     except (ValueError, ImportError) as error:
         job, problem = None, one_line(error)
     problem = first_problem(world, problem)

@@ -25,41 +25,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
-from command_line import make_parser, ranks_of
-from job import Job, one_line, prepare_alike
-from pcpkit.config import ParallelConfig
+from command_line import make_parser
+from job import Job, prepare, prepare_alike, read_stdin
+from launch import launch, load, make_progress, refuse, start_ranks
 from pcpkit.engine import (
     CacheRecorder,
     Engine,
     RequestOutput,
     compare_replicas,
-    load_model,
     verify_requests,
 )
 from pcpkit.engine.runner import ComputedStep
 from pcpkit.model.decoder import TextModel
 from pcpkit.model.tokenizer import decode
-from pcpkit.parallel.agreement import run_on_first, wait_for_all
-from pcpkit.parallel.collectives import (
-    CollectiveError,
-    in_job,
-    join_job,
-    launched_by_torchrun,
-    start_process_groups,
-    stop_process_groups,
-    world_rank,
-)
-from pcpkit.parallel.groups import Group, Groups, SingleRank, single_rank
+from pcpkit.parallel.agreement import run_on_first, share_bytes
+from pcpkit.parallel.groups import Group, single_rank
 from pcpkit.plan.partition import STRATEGIES
 from results import print_table, write_dump, write_files, write_json
 from show_plan import PlanRecorder, print_plan, write_plan_png
-
-PARSING_DEADLINE_S = 30.0
-"""For the ranks of a job that all refuse the same arguments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,63 +61,17 @@ class Run:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the job on this rank; returns the exit code."""
-    joined_by_caller = in_job()
-    try:
-        options = parse(arguments)
-        try:
-            world = join(options)
-        except ValueError as error:
-            return refuse(error)
-        code = run_job(options, world)
-        # torchrun stops all ranks when one fails: none may before the first has told everything.
-        wait_for_all(world)
-        return code
-    except CollectiveError as error:
-        # Not only on the first rank: it may be the one that was lost.
-        print(f"error: rank {world_rank()[0]}: {one_line(error)}", file=sys.stderr)
-        return 3
-    finally:
-        if not joined_by_caller:
-            stop_process_groups()
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line; ranks that leave here (bad arguments, --help) leave together."""
-    try:
-        return make_parser().parse_args(arguments)
-    except SystemExit:
-        if launched_by_torchrun():
-            wait_for_all(join_job(ParallelConfig(), deadline_s=PARSING_DEADLINE_S))
-        raise
-
-
-def join(options: argparse.Namespace) -> Group:
-    """All ranks of the job; this one alone if nobody started more and no more are asked for.
-
-    Raises:
-        ValueError: more are asked for, and nobody started them.
-        CollectiveError: a rank did not come.
-    """
-    ranks = ranks_of(options)
-    if ranks.world_size == 1 and not launched_by_torchrun():
-        return SingleRank("world")
-    return join_job(ranks, deadline_s=options.deadline_s)
+    return launch(make_parser(), run_job, arguments)
 
 
 def run_job(options: argparse.Namespace, world: Group) -> int:
     """Check, load, run, verify, report; returns the exit code, the same on every rank."""
     first = world.rank == 0
     try:
-        job = prepare_alike(options, world)
+        job = prepare_alike(options, world, check_input)
     except ValueError as error:
         return refuse(error) if first else 2
-    if job.device.type == "cpu":
-        # The reference ops work on small tensors: more threads gain little, and on a machine that
-        # is busy they wait for one another (20 times slower was seen).
-        torch.set_num_threads(1)
-    groups = single_rank()
-    if world.size > 1:
-        groups = start_process_groups(job.ranks, job.device, deadline_s=options.deadline_s)
+    groups = start_ranks(job, world, options.deadline_s)
     differences = None
     with make_progress(Console(stderr=True), shown=first) as progress:
         model = load(job, options.numerics, progress, groups)
@@ -143,42 +83,10 @@ def run_job(options: argparse.Namespace, world: Group) -> int:
     return 1 if differences else 0
 
 
-def make_progress(console: Console, *, shown: bool) -> Progress:
-    """Bars on standard error, so that standard output holds the results only."""
-    return Progress(
-        TextColumn("{task.description:8}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[unit]}"),
-        TimeElapsedColumn(),
-        console=console,
-        disable=not shown,
-    )
-
-
-def load(
-    job: Job,
-    numerics: Any,
-    progress: Progress,
-    groups: Groups,
-    beat: Callable[[], None] = lambda: None,
-) -> TextModel:
-    """Load this rank's weights, with a bar in MB."""
-    bar = progress.add_task("load", total=None, unit="MB")
-
-    def show(done: int, total: int) -> None:
-        progress.update(bar, completed=done // 10**6, total=total // 10**6)
-        beat()
-
-    return load_model(
-        job.checkpoint,
-        device=job.device,
-        numerics=numerics,
-        max_model_len=max(request.max_tokens for request in job.requests),
-        groups=groups,
-        reduce=job.reduce,
-        progress=show,
-    )
+def check_input(options: argparse.Namespace, world: Group) -> Job:
+    """The job, from arguments and the first rank's standard input; raises as `prepare`."""
+    stdin = share_bytes(world, read_stdin(options) if world.rank == 0 else b"")
+    return prepare(options, stdin, writes=world.rank == 0)
 
 
 def run_requests(
@@ -315,12 +223,6 @@ def print_verdict(console: Console, differences: Sequence[str] | None, world_siz
         else f"verified: {same}{ranks} alone and in other chunks",
         soft_wrap=True,
     )
-
-
-def refuse(error: Exception) -> int:
-    """Print a refusal; returns the exit code."""
-    print("error:", one_line(error), file=sys.stderr)
-    return 2
 
 
 if __name__ == "__main__":
