@@ -9,13 +9,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 
 from benchmarks.case import BenchCase, Peer, Run
 from benchmarks.timing import Timing
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,14 +206,14 @@ def _output(command: list[str]) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def results_file(folder: Path, gpu: str) -> Path:
-    """``<folder>/<gpu>-kernels.jsonl``, the GPU's name in lower case with dashes."""
+def results_file(folder: Path, gpu: str, benchmark: str = "kernels") -> Path:
+    """``<folder>/<gpu>-<benchmark>.jsonl``, the GPU's name in lower case with dashes."""
     slug = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
-    return folder / f"{slug}-kernels.jsonl"
+    return folder / f"{slug}-{benchmark}.jsonl"
 
 
-def append_rows(path: Path, rows: Sequence[Row], facts: dict[str, Any]) -> None:
-    """Append one JSON object a row."""
+def append_rows(path: Path, rows: Sequence[DataclassInstance], facts: dict[str, Any]) -> None:
+    """Append one JSON object a row, which is a dataclass."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         for row in rows:
