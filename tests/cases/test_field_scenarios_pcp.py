@@ -27,6 +27,7 @@ from pcpkit.parallel.trace import Call, TracedGroup
 from pcpkit.parallel.virtual import RankMismatch, run_virtual_ranks
 from pcpkit.plan.batch import StepBatch
 from pcpkit.plan.partition import STRATEGIES, Partition, dual_chunk_swap, make_partition
+from pcpkit.plan.rows import LayerRows
 from pcpkit.plan.step import StepPlan, plan_step
 from pcpkit.testing.batches import RaggedBatch, RequestRows, assemble_steps
 from pcpkit.testing.compare import assert_same_calls, bits, same_bits
@@ -44,6 +45,11 @@ def request(name: int, computed: int, count: int, *, decode: bool = False) -> Re
         is_prefilling=not decode,
         num_logits=1,
     )
+
+
+def rows_of(requests: Sequence[RequestRows], size: int) -> list[LayerRows]:
+    """Rows of all ranks of one step, DualChunkSwap; the same in every layer."""
+    return [plan.layer_rows(0) for plan in plans_of(requests, size)]
 
 
 def plans_of(requests: Sequence[RequestRows], size: int) -> list[StepPlan]:
@@ -80,13 +86,13 @@ def test_b036_positions_follow_a_prefix_of_any_length(size: int) -> None:
     for prefix, extend in [*sweep, (1, 3670)]:
         partition = dual([extend], size)
         for plan, rows in zip(
-            plans_of([request(0, prefix, extend)], size), partition.rows, strict=True
+            rows_of([request(0, prefix, extend)], size), partition.rows, strict=True
         ):
             assert torch.equal(plan.positions, prefix + rows)
 
 
 def test_b037_visible_lengths_are_in_local_order() -> None:
-    first, second = plans_of([request(0, 0, 13)], 2)
+    first, second = rows_of([request(0, 0, 13)], 2)
     assert first.num_visible(1).tolist() == [1, 2, 3, 4, 13]
     assert second.num_visible(1).tolist() == [5, 6, 7, 8, 9, 10, 11, 12]
 
@@ -100,15 +106,15 @@ def test_b038_cached_rows_are_rotated_by_their_own_position(length: int, record:
     rope = torch.cat([angles.cos(), angles.sin()], dim=1)
 
     def cached(size: int) -> list[Tensor]:
-        plans = plans_of([request(0, 0, length)], size)
+        ranks = rows_of([request(0, 0, length)], size)
 
         def body(rank: int, groups: Groups) -> Tensor:
-            plan = plans[rank]
-            local = latent.expand(plan.num_rows, -1).contiguous()
-            records = encode_records(local, plan.positions, rope, record)
+            rows = ranks[rank]
+            local = latent.expand(rows.num_rows, -1).contiguous()
+            records = encode_records(local, rows.positions, rope, record)
             cache = torch.zeros(-(-length // 32) + 3, 32, records.shape[1], dtype=torch.uint8)
-            gathered = gather_rows(groups.pcp, records, plan.num_padded_rows)
-            scatter_records(gathered, plan.window_slots, cache)
+            gathered = gather_rows(groups.pcp, records, rows.num_padded_rows)
+            scatter_records(gathered, rows.window_slots, cache)
             return cache.flatten(0, 1)[:length]
 
         return run_virtual_ranks(ParallelConfig(pcp_size=size), body, deadline_s=20)
@@ -124,11 +130,12 @@ def test_b039_every_view_of_a_rank_has_the_same_segments() -> None:
     """Lengths (1, 9, 2), R = 4; the block table stays that of the whole batch."""
     lengths = (1, 9, 2)
     plans = plans_of([request(i, 0, count) for i, count in enumerate(lengths)], 4)
-    found = [plan.row_request.bincount(minlength=3).tolist() for plan in plans]
+    found = [plan.layer_rows(0).row_request.bincount(minlength=3).tolist() for plan in plans]
     assert found == [[1, 2, 1], [0, 2, 1], [0, 2, 0], [0, 3, 0]]
     for plan in plans:
-        local = (plan.token_ids, plan.token_windows, plan.positions, plan.row_request)
-        assert {len(one) for one in (*local, plan.window_floor)} == {plan.num_rows}
+        rows = plan.layer_rows(0)
+        local = (plan.token_ids, plan.token_windows, rows.positions, rows.row_request)
+        assert {len(one) for one in (*local, rows.window_floor)} == {plan.num_rows}
         assert len(plan.block_table) == len(plan.window_block_table) == 3
 
 
@@ -136,14 +143,14 @@ def test_b039_every_view_of_a_rank_has_the_same_segments() -> None:
 def test_b041_decodes_are_padded_only_where_ranks_are_uneven(count: int) -> None:
     requests = [request(i, 3 + i, 1, decode=True) for i in range(count)]
     for size in (1, 4):
-        plans = plans_of(requests, size)
-        assert [plan.num_rows for plan in plans] == [
+        ranks = rows_of(requests, size)
+        assert [rows.num_rows for rows in ranks] == [
             len(range(rank, count, size)) for rank in range(size)
         ]
-        for plan in plans:
-            assert len(plan.window_slots) == size * -(-count // size)
-            assert int((plan.window_slots >= 0).sum()) == count
-    assert len(plans_of(requests, 1)[0].window_slots) == count, "alone there is no padding"
+        for rows in ranks:
+            assert len(rows.window_slots) == size * -(-count // size)
+            assert int((rows.window_slots >= 0).sum()) == count
+    assert len(rows_of(requests, 1)[0].window_slots) == count, "alone there is no padding"
 
 
 def test_b043_packed_rows_come_back_in_order() -> None:
@@ -193,8 +200,8 @@ def test_b166_nothing_is_lost_below_the_alignment() -> None:
 def test_b167_b168_empty_segments_anywhere(
     lengths: tuple[int, ...], expected: list[list[int]]
 ) -> None:
-    plans = plans_of([request(i, 0, count) for i, count in enumerate(lengths)], 4)
-    counts = [plan.row_request.bincount(minlength=len(lengths)).tolist() for plan in plans]
+    ranks = rows_of([request(i, 0, count) for i, count in enumerate(lengths)], 4)
+    counts = [rows.row_request.bincount(minlength=len(lengths)).tolist() for rows in ranks]
     assert counts == expected
 
 
@@ -202,10 +209,10 @@ def test_b167_b168_empty_segments_anywhere(
 def test_b169_one_row_left_of_a_prompt_is_no_decode(size: int) -> None:
     """Budget 4, prompts of 9: the last row is a prefill, so it does not take a decode's turn."""
     tail = [request(0, 5, 1, decode=True), request(1, 8, 1), request(2, 4, 1, decode=True)]
-    plans = plans_of(tail, size)
-    owners = {int(one): rank for rank, plan in enumerate(plans) for one in plan.row_request}
+    ranks = rows_of(tail, size)
+    owners = {int(one): rank for rank, rows in enumerate(ranks) for one in rows.row_request}
     assert owners == {0: 0, 1: 0, 2: 1 % size}
-    assert plans[0].row_request.tolist()[-1] == 1, "prefills come last"
+    assert ranks[0].row_request.tolist()[-1] == 1, "prefills come last"
 
 
 # --- K6: padding and sentinels ------------------------------------------------------------------
@@ -219,7 +226,7 @@ def test_b068_padding_of_a_shorter_step_is_fresh() -> None:
     for content, batch in enumerate(steps.batches[:2], start=1):
         partition = dual([batch.num_tokens], 2)
         plan = plan_dual(batch, partition, 0)
-        slots = plan.window_slots
+        slots = plan.layer_rows(0).window_slots
         assert bool((slots[~partition.write_mask] == -1).all())
         records = torch.full((len(slots), 4), content, dtype=torch.uint8)
         scatter_records(records, slots, cache)
@@ -280,15 +287,16 @@ def test_b075_a_column_past_a_narrow_table_is_not_the_neighbours() -> None:
 @pytest.mark.parametrize("position", [*range(21), 2**20 - 1, 2**20, 2**20 + 1])
 def test_b080_pairs_close_at_odd_positions_only(position: int) -> None:
     (plan,) = plans_of([request(0, position, 1, decode=True)], 1)
-    pairs = plan.groups[2]
+    rows = plan.layer_rows(0)
+    pairs = rows.groups[2]
     odd = position % 2 == 1
     assert pairs.closing_rows.tolist() == ([0] if odd else [])
     assert pairs.positions.tolist() == ([position - 1] if odd else [])
     entry = (position - 1) // 2
     block = int(plan.block_table[0, position // 64])
     assert pairs.slots.tolist() == ([block * 32 + entry % 32] if odd else [])
-    assert plan.num_visible(2).tolist() == [(position + 1) // 2]
-    assert plan.links.open_slots.tolist() == ([] if odd else [position % 8])
+    assert rows.num_visible(2).tolist() == [(position + 1) // 2]
+    assert rows.links.open_slots.tolist() == ([] if odd else [position % 8])
 
 
 # --- K14: collectives ---------------------------------------------------------------------------
@@ -346,7 +354,7 @@ def test_b137_rows_for_logits_come_from_their_owner() -> None:
     def body(rank: int, groups: Groups) -> Tensor:
         noisy = torch.nextafter(torch.ones(3, 8), torch.tensor(float(rank)))
         wanted = plans[rank].logits
-        names = plans[rank].row_request[wanted.local_rows].long()
+        names = plans[rank].layer_rows(0).row_request[wanted.local_rows].long()
         return gather_rows(groups.pcp, noisy[names], wanted.num_padded)[wanted.restore_index]
 
     found = run_virtual_ranks(ParallelConfig(pcp_size=4), body, deadline_s=20)
@@ -363,7 +371,7 @@ def test_b140_the_sample_is_taken_from_the_owner_of_the_last_row(length: int) ->
     assert found == [owner]
     assert {9: 3, 8: 0, 7: 1, 1: 0}.get(length, owner) == owner
     (row,) = plans[owner].logits.local_rows.tolist()
-    assert int(plans[owner].positions[row]) == length - 1
+    assert int(plans[owner].layer_rows(0).positions[row]) == length - 1
 
 
 # --- K20: experts -------------------------------------------------------------------------------

@@ -111,7 +111,7 @@ def test_b175_no_compressed_entry_in_the_whole_batch() -> None:
     """32 prompts of one token see no pair: the longest is shorter than the ratio."""
     steps = check_cold([prefills([1] * 32)], ParallelConfig(pcp_size=2))
     (run,) = run_ranks(micro(), ParallelConfig(), steps, numerics="weight_only")
-    assert run.plans[0].groups[2].max_visible == 0
+    assert run.plans[0].layer_rows(0).max_visible(2) == 0
     check_cold([prefills([1])], FOUR)
 
 
@@ -188,7 +188,7 @@ def test_b076_a_prompt_of_one_token_after_a_long_request() -> None:
     assert torch.equal(before.ring_blocks, after.ring_blocks)
     assert int(after.block_table[0, 0]) in before.block_table.tolist()[0]
     (run,) = run_ranks(micro(), ParallelConfig(), steps, numerics="weight_only")
-    assert [plan.num_visible(2).tolist() for plan in run.plans[1:]] == [[0], [1]]
+    assert [plan.layer_rows(0).num_visible(2).tolist() for plan in run.plans[1:]] == [[0], [1]]
 
 
 def test_b077_decode_one_by_one_is_prefill() -> None:
