@@ -11,8 +11,7 @@ requests in the engine at any time; 1 output token. Random ids, seed 42. Nothing
 80. So of 88 requests with 101,376 tokens the first on each prefix finds nothing (10), the prompts
 that were warm-ups find 1,088 tokens, all their full blocks but the one of the last token (8), and
 the others find their prefix (70): 8 x 1,088 + 70 x 1,024 = 78 x 1,024 + 8 x 64 = 80,384 tokens,
-79.29 %. That is the reference's ratio, and the most there is. Under `snapshot` a prompt that was a
-warm-up may take 1,024 tokens although 1,088 are there: a snapshot at 1,024 leaves fewer rows.
+79.29 %. That is the reference's ratio, and the most there is.
 
 *Comparison.* Every policy gets an engine of its own over one loaded model. The run without a cache
 comes first; the answers of exact policies (token and logits of every request) must equal it in

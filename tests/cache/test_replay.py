@@ -26,7 +26,7 @@ SHAPE = ReplayShape(num_layers=3, sliding_window=8, block_size=4)
 
 
 def _plan(policy: ReplayPolicy, hit: int, shape: ReplayShape = SHAPE) -> ReplayPlan:
-    return policy.plan(hit, shape, has_snapshot=False, blocks_exact=True)
+    return policy.plan(hit, shape, snapshot_tokens=0, blocks_exact=True)
 
 
 @st.composite
@@ -39,19 +39,27 @@ def _hits(draw: st.DrawFn) -> tuple[int, ReplayShape]:
     return draw(st.integers(0, 16)) * shape.block_size, shape
 
 
+@st.composite
+def _snapshots(draw: st.DrawFn) -> tuple[int, int, ReplayShape]:
+    """Hit, and where in it the last snapshot stands."""
+    hit, shape = draw(_hits().filter(lambda case: case[0] > 0))
+    return hit, draw(st.integers(1, hit // shape.block_size)) * shape.block_size, shape
+
+
 def _rows_are_right(plan: ReplayPlan, starts: tuple[int, ...], window: int, end: int) -> bool:
     """Whether every row from the hit on gets its cold output in every layer.
 
     By the definition, row by row: a layer that runs row p writes its record, which is right if the
     layer before gave p its right output (the embedding always does). The output is right if the
     records of p - W + 1 .. p were all read, none being below the start of the layer, and right.
-    Records [H - W + 1, H) are right from the outset if the plan restores them.
+    Records [S - W + 1, S) are right from the outset if the plan restores them, and no row below S
+    runs then.
     """
-    hit = plan.num_cached_tokens
-    restored = range(max(hit - window + 1, 0), hit) if plan.restore else range(0)
+    hit, stored = plan.num_cached_tokens, plan.restore_at
+    restored = range(max(stored - window + 1, 0), stored)
     right = set(range(end))
     for start in starts:
-        first = plan.start if plan.restore else start
+        first = max(start, stored)
         records = (right & set(range(first, end))) | set(restored)
         right = {
             row
@@ -101,23 +109,49 @@ def test_an_exact_hit_is_cold_only_where_no_layer_gains(case: tuple[int, ReplayS
         assert plan == ReplayPlan.cold(shape.num_layers)
 
 
-@given(case=_hits(), suffix=st.integers(1, 20))
+@given(case=_hits().filter(lambda case: case[0] > 0), suffix=st.integers(1, 20))
 def test_snapshots_restore_what_the_first_rows_read(
     case: tuple[int, ReplayShape], suffix: int
 ) -> None:
     hit, shape = case
-    plan = SnapshotReplay().plan(hit, shape, has_snapshot=True, blocks_exact=True)
+    plan = SnapshotReplay().plan(hit, shape, snapshot_tokens=hit, blocks_exact=True)
     assert plan.exact
     assert not plan.capture
-    assert plan.restore == (hit > 0)
     assert _rows_are_right(plan, plan.layer_starts, shape.sliding_window, hit + suffix)
-    assert plan.start == hit
+    assert plan.start == plan.restore_at == hit
     assert rows_to_compute(plan, hit + suffix) == suffix
     assert row_layers(plan, hit + suffix) == suffix * shape.num_layers
     assert plan.num_replayed_rows == 0
-    if hit:
-        first_read = max(hit - shape.sliding_window + 1, 0)
-        assert plan.layer_starts == (first_read,) * shape.num_layers
+    first_read = max(hit - shape.sliding_window + 1, 0)
+    assert plan.layer_starts == (first_read,) * shape.num_layers
+
+
+@given(case=_snapshots(), suffix=st.integers(1, 20))
+def test_a_snapshot_before_the_end_gives_the_rest_of_the_hit(
+    case: tuple[int, int, ReplayShape], suffix: int
+) -> None:
+    """All of the hit is adopted, and the rows between do what the cone would, for less."""
+    hit, stored, shape = case
+    plan = SnapshotReplay().plan(hit, shape, snapshot_tokens=stored, blocks_exact=True)
+    cone = _plan(SnapshotReplay(), hit, shape)
+    total, window = hit + suffix, shape.sliding_window
+    between = (hit - stored) * shape.num_layers
+    restored = (hit - stored + suffix) * shape.num_layers
+    assert row_layers(plan, total) == min(restored, row_layers(cone, total))
+    if restored > row_layers(cone, total):
+        assert plan == cone
+        return
+    assert (plan.num_cached_tokens, plan.restore_at, plan.start) == (hit, stored, stored)
+    assert plan.num_replayed_rows == hit - stored
+    assert rows_to_compute(plan, total) == hit - stored + suffix
+    assert row_layers(plan, total) == between + suffix * shape.num_layers
+    assert plan.capture == (stored < hit)
+    assert plan.exact
+    assert _rows_are_right(plan, plan.layer_starts, window, total)
+    first = plan.layer_starts[0]
+    if first < stored and shape.num_layers > 1 and hit - stored < window:
+        # Row S reads the lowest record of the snapshot, and row H reads what layer 1 made of row S.
+        assert not _rows_are_right(plan, (first + 1,) * shape.num_layers, window, total)
 
 
 @given(case=_hits(), suffix=st.integers(1, 20))
@@ -147,7 +181,7 @@ def test_bounded_starts_one_window_before_the_end(case: tuple[int, ReplayShape])
         return
     assert plan.num_cached_tokens == hit
     assert plan.layer_starts == (hit - window,) * shape.num_layers
-    assert (plan.exact, plan.restore, plan.capture) == (False, False, False)
+    assert (plan.exact, plan.restore_at, plan.capture) == (False, 0, False)
     assert plan.num_replayed_rows == window
     deep = shape.num_layers > 1 and window > 2
     if deep:  # it says that it is approximate because it is
@@ -197,15 +231,35 @@ def test_the_first_use_of_a_hit_captures_and_a_worthless_one_does_not() -> None:
     assert plan.capture
     assert not _plan(ExactReplay(), 12).capture
     assert _plan(SnapshotReplay(), 4) == ReplayPlan.cold(3)
-    restored = SnapshotReplay().plan(4, SHAPE, has_snapshot=True, blocks_exact=True)
-    assert (restored.num_cached_tokens, restored.start, restored.restore) == (4, 4, True)
-    exact = ExactReplay().plan(12, SHAPE, has_snapshot=True, blocks_exact=True)
-    assert not exact.restore
+    restored = SnapshotReplay().plan(4, SHAPE, snapshot_tokens=4, blocks_exact=True)
+    assert (restored.num_cached_tokens, restored.start, restored.restore_at) == (4, 4, 4)
+    exact = ExactReplay().plan(12, SHAPE, snapshot_tokens=12, blocks_exact=True)
+    assert not exact.restore_at
+
+
+@pytest.mark.parametrize(
+    ("stored", "start", "starts"),
+    [(4, 39, (39, 46, 53)), (44, 39, (39, 46, 53)), (48, 48, (41,) * 3), (56, 56, (49,) * 3)],
+)
+def test_a_far_snapshot_is_worse_than_the_cone(
+    stored: int, start: int, starts: tuple[int, ...]
+) -> None:
+    """Before 60: 42 row-layers of the cone are as many as 14 rows in 3 layers."""
+    plan = SnapshotReplay().plan(60, SHAPE, snapshot_tokens=stored, blocks_exact=True)
+    assert (plan.num_cached_tokens, plan.start, plan.layer_starts) == (60, start, starts)
+    assert plan.capture
+
+
+def test_of_equal_work_the_snapshot_is_taken() -> None:
+    shape = ReplayShape(num_layers=3, sliding_window=5, block_size=8)
+    plan = SnapshotReplay().plan(24, shape, snapshot_tokens=16, blocks_exact=True)
+    assert row_layers(plan, 25) == row_layers(_plan(ExactReplay(), 24, shape), 25)
+    assert (plan.restore_at, plan.capture) == (16, True)
 
 
 @pytest.mark.parametrize("hit", [0, 4, 64])
 def test_no_replay_adopts_nothing(hit: int) -> None:
-    plan = NoReplay().plan(hit, SHAPE, has_snapshot=True, blocks_exact=False)
+    plan = NoReplay().plan(hit, SHAPE, snapshot_tokens=hit, blocks_exact=False)
     assert plan == ReplayPlan.cold(3)
     assert (plan.start, plan.layer_starts, plan.exact) == (0, (0, 0, 0), True)
 
@@ -213,13 +267,13 @@ def test_no_replay_adopts_nothing(hit: int) -> None:
 def test_only_the_bounded_rule_takes_approximate_blocks() -> None:
     assert [policy.exact_only for policy in POLICIES] == [True, False, True, True]
     assert [policy.uses_snapshots for policy in POLICIES] == [False, False, False, True]
-    bounded = BoundedReplay().plan(12, SHAPE, has_snapshot=False, blocks_exact=False)
+    bounded = BoundedReplay().plan(12, SHAPE, snapshot_tokens=0, blocks_exact=False)
     assert bounded.num_cached_tokens == 12
     for policy in (ExactReplay(), SnapshotReplay()):
-        for has_snapshot in (False, True):
+        for stored in (0, 8, 12):
             with pytest.raises(ValueError, match="blocks_exact expected True"):
-                policy.plan(12, SHAPE, has_snapshot=has_snapshot, blocks_exact=False)
-        policy.plan(0, SHAPE, has_snapshot=False, blocks_exact=False)
+                policy.plan(12, SHAPE, snapshot_tokens=stored, blocks_exact=False)
+        policy.plan(0, SHAPE, snapshot_tokens=0, blocks_exact=False)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
@@ -227,6 +281,14 @@ def test_only_the_bounded_rule_takes_approximate_blocks() -> None:
 def test_unaligned_hits_are_refused(policy: ReplayPolicy, hit: int) -> None:
     with pytest.raises(ValueError, match=f"multiple of block_size .4., got {hit}"):
         _plan(policy, hit)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
+@pytest.mark.parametrize(("hit", "stored"), [(12, -4), (12, 6), (12, 16), (0, 4)])
+def test_snapshots_outside_the_hit_are_refused(policy: ReplayPolicy, hit: int, stored: int) -> None:
+    problem = f"snapshot_tokens expected a multiple of block_size .4. up to {hit}, got {stored}"
+    with pytest.raises(ValueError, match=problem):
+        policy.plan(hit, SHAPE, snapshot_tokens=stored, blocks_exact=True)
 
 
 @pytest.mark.parametrize(
@@ -246,28 +308,32 @@ def test_bad_shapes_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("cached", "starts", "exact", "restore", "capture", "message"),
+    ("cached", "starts", "exact", "restore_at", "capture", "message"),
     [
-        (8, (), True, False, False, "layer_starts expected positions"),
-        (8, (-1, 4), True, False, False, "layer_starts expected positions"),
-        (8, (4, 9), True, False, False, "layer_starts expected positions in 0 .. 8"),
-        (8, (4, 2, 8), True, False, False, "never to fall"),
-        (8, (4, 4), True, True, True, "capture expected False"),
-        (0, (0, 1), True, False, False, "layer_starts expected positions in 0 .. 0"),
-        (0, (0, 0), False, False, False, "num_cached_tokens expected > 0"),
-        (0, (0, 0), True, True, False, "num_cached_tokens expected > 0"),
-        (0, (0, 0), True, False, True, "num_cached_tokens expected > 0"),
+        (8, (), True, 0, False, "layer_starts expected positions"),
+        (8, (-1, 4), True, 0, False, "layer_starts expected positions"),
+        (8, (4, 9), True, 0, False, "layer_starts expected positions in 0 .. 8"),
+        (8, (4, 2, 8), True, 0, False, "never to fall"),
+        (8, (4, 4), True, 8, True, "capture expected False where 8 are restored"),
+        (8, (4, 4), True, -4, False, "restore_at expected 0 .. 8, got -4"),
+        (8, (4, 4), True, 12, False, "restore_at expected 0 .. 8, got 12"),
+        (8, (2, 3), True, 4, True, "layer_starts expected one position up to 4 in all layers"),
+        (8, (5, 5), True, 4, True, "layer_starts expected one position up to 4 in all layers"),
+        (0, (0, 1), True, 0, False, "layer_starts expected positions in 0 .. 0"),
+        (0, (0, 0), False, 0, False, "num_cached_tokens expected > 0"),
+        (0, (0, 0), True, 4, False, "restore_at expected 0 .. 0, got 4"),
+        (0, (0, 0), True, 0, True, "num_cached_tokens expected > 0"),
     ],
 )
 def test_contradictory_plans_are_refused(
-    cached: int, starts: tuple[int, ...], exact: bool, restore: bool, capture: bool, message: str
+    cached: int, starts: tuple[int, ...], exact: bool, restore_at: int, capture: bool, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         ReplayPlan(
             num_cached_tokens=cached,
             layer_starts=starts,
             exact=exact,
-            restore=restore,
+            restore_at=restore_at,
             capture=capture,
         )
 

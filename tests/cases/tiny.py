@@ -362,7 +362,7 @@ class Watched:
         windows = batch.window_block_table[index].tolist()
         for layer, first in enumerate(plan.layer_starts):
             if state.stay.restore is not None:
-                for position in range(first, plan.num_cached_tokens):
+                for position in range(first, plan.restore_at):
                     self._write(layer, windows, position, name, state.num_preemptions)
             for position in range(max(start, first), end):
                 slot = self._write(layer, windows, position, name, state.num_preemptions)

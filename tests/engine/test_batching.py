@@ -81,9 +81,13 @@ def test_the_ids_before_a_chunk_come_newest_first(start: int, before: list[int])
     assert batch.lookback_token_ids.tolist() == [before]
 
 
-def _replay(cached: int, *starts: int, restore: bool = False) -> ReplayPlan:
+def _replay(cached: int, *starts: int, restore_at: int = 0) -> ReplayPlan:
     return ReplayPlan(
-        num_cached_tokens=cached, layer_starts=starts, exact=True, restore=restore, capture=False
+        num_cached_tokens=cached,
+        layer_starts=starts,
+        exact=True,
+        restore_at=restore_at,
+        capture=0 < restore_at < cached,
     )
 
 
@@ -124,7 +128,7 @@ def test_only_prefills_that_nobody_looks_at_may_be_trimmed() -> None:
 def test_snapshots_move_in_the_first_step_and_when_their_rows_are_there() -> None:
     point = SnapshotPoint(key=b"k", num_tokens=8)
     restored = _rows(
-        range(20), start=8, num_rows=2, replay=_replay(8, 5, 5, 5, restore=True), restore=point
+        range(20), start=8, num_rows=2, replay=_replay(8, 5, 5, 5, restore_at=8), restore=point
     )
     early = _rows(range(20), start=0, num_rows=7, capture=point)
     just = _rows(range(20), start=0, num_rows=8, capture=point)
@@ -132,6 +136,34 @@ def test_snapshots_move_in_the_first_step_and_when_their_rows_are_there() -> Non
     restores, captures = snapshot_moves([early, restored, just, past])
     assert restores == (SnapshotMove(request=1, key=b"k", num_tokens=8),)
     assert [move.request for move in captures] == [2, 3]
+
+
+@pytest.mark.parametrize(("num_rows", "replayed", "is_kept"), [(3, 3, False), (9, 4, True)])
+def test_a_snapshot_within_the_hit_is_restored_where_it_stands(
+    num_rows: int, replayed: int, is_kept: bool
+) -> None:
+    """One at 8 of 12 adopted tokens: rows from 8 on, and the next snapshot at 12."""
+    rows = _rows(
+        range(20),
+        start=8,
+        num_rows=num_rows,
+        blocks=(0, 1, 2, 3, 4),
+        window_blocks=(-1, 0, 1, 2, 3),
+        replay=_replay(12, 5, 5, 5, restore_at=8),
+        restore=SnapshotPoint(key=b"near", num_tokens=8),
+        capture=SnapshotPoint(key=b"end", num_tokens=12),
+    )
+    batch = build_batch([rows], lookback=3)
+    check_batch(batch)
+    assert batch.replay is not None
+    assert batch.replay.num_cached_tokens.tolist() == [12]
+    assert batch.replay.layer_starts.tolist() == [[5, 5, 5]]
+    assert batch.num_computed_tokens.tolist() == [8]
+    assert rows.num_replayed_rows == replayed
+    restores, captures = snapshot_moves([rows])
+    assert restores == (SnapshotMove(request=0, key=b"near", num_tokens=8),)
+    kept = SnapshotMove(request=0, key=b"end", num_tokens=12)
+    assert captures == ((kept,) if is_kept else ())
 
 
 def test_a_resumed_request_keeps_logits_once() -> None:

@@ -100,16 +100,32 @@ def test_a_replay_starts_below_its_hit_and_stays() -> None:
         computed.check(batch([11], [1], [12]), ("hit",))
 
 
-def test_a_restored_request_starts_at_its_hit() -> None:
+@pytest.mark.parametrize("stored", [6, 8])
+def test_a_restored_request_starts_at_its_snapshot(stored: int) -> None:
+    """At the end of the hit, or within it."""
     computed = ComputedTokens(max_rows=8)
-    step = batch([8], [2], [8])
-    with pytest.raises(ValueError, match="continue at position 4, got 8"):
+    step = batch([stored], [2], [8])
+    with pytest.raises(ValueError, match=f"continue at position 4, got {stored}"):
         computed.check(step, ("hit",))
-    computed.check(step, ("hit",), {"hit"})
+    for other in (4, 7, 9, 14 - stored):
+        with pytest.raises(ValueError, match=f"continue at position {stored}, got {other}"):
+            computed.check(batch([other], [2], [8]), ("hit",), {"hit": stored})
+    computed.check(step, ("hit",), {"hit": stored})
     computed.advance(step, ("hit",))
+    after = batch([stored + 2], [1], [8])
     with pytest.raises(ValueError, match=r"^request hit expected no snapshot after its first step"):
-        computed.check(batch([10], [1], [8]), ("hit",), {"hit"})
-    computed.check(batch([10], [1], [8]), ("hit",))
+        computed.check(after, ("hit",), {"hit": stored})
+    computed.check(after, ("hit",))
+
+
+@pytest.mark.parametrize("stored", [0, 9])
+def test_a_snapshot_outside_the_hit_is_refused(stored: int) -> None:
+    computed = ComputedTokens(max_rows=8)
+    problem = f"^request hit expected a snapshot that ends in its 8 cached tokens, got .* {stored};"
+    with pytest.raises(ValueError, match=problem):
+        computed.check(batch([stored], [1], [8]), ("hit",), {"hit": stored})
+    with pytest.raises(ValueError, match="ends in its 0 cached tokens, got one at 8"):
+        computed.check(batch([0], [1]), ("cold",), {"cold": 8})
 
 
 def test_the_runner_refuses_before_it_computes(model: TextModel) -> None:

@@ -209,7 +209,7 @@ def test_requests_wait_and_all_of_them_finish(model: TextModel) -> None:
         (request("r", ()), "at least one prompt token"),
         (request("r", (3, 320)), "token ids 0 .. 319, got 320"),
         (request("r", [3] * 512, max_new_tokens=1), "at most 512 tokens"),
-        (request("r", [3] * 60, max_new_tokens=5), "at most 8 blocks, got 9"),
+        (request("r", [3] * 60, max_new_tokens=6), "at most 8 blocks, got 9 for 65 tokens"),
     ],
 )
 def test_what_can_never_run_is_refused_at_submission(
@@ -221,6 +221,46 @@ def test_what_can_never_run_is_refused_at_submission(
     with pytest.raises(ValueError, match=problem):
         engine.generate([request("fine", (3, 4)), asked])
     assert not engine.has_work
+
+
+@pytest.mark.parametrize("reserve", [False, True])
+def test_the_last_sampled_token_needs_no_block(model: TextModel, reserve: bool) -> None:
+    """24 + 1 tokens in 6 blocks of 4; the same with 22 + 3, and one more is refused."""
+    engine = Engine(
+        model, EngineConfig(num_blocks=6, block_size=4, window_block_size=4, reserve=reserve)
+    )
+    for length, new in ((24, 1), (22, 3)):
+        asked = request("r", random_prompt(length, 0), max_new_tokens=new, ignore_eos=True)
+        (output,) = engine.generate([asked])
+        assert len(output.token_ids) == new
+        engine.check_invariants()
+        more = request("r", random_prompt(length, 0), max_new_tokens=new + 1)
+        with pytest.raises(ValueError, match="at most 6 blocks, got 7 for 25 tokens"):
+            engine.submit(more)
+
+
+@pytest.mark.parametrize("spare", [None, 0, 100])
+def test_the_default_pool_runs_all_requests_at_their_longest(
+    model: TextModel, spare: int | None
+) -> None:
+    """They start in one step, whatever an admission leaves free, and none is preempted."""
+    longest = model.max_model_len
+    for length in (5, longest - 40):
+        config = EngineConfig(
+            chunk_tokens=3 * longest, max_requests=3, block_size=32, num_spare_blocks=spare
+        )
+        engine = Engine(model, config)
+        for seed in range(3):
+            engine.submit(
+                request(
+                    str(seed),
+                    random_prompt(length, seed),
+                    max_new_tokens=3,
+                    ignore_eos=True,
+                )
+            )
+        assert engine.step().num_prompt_rows == 3 * length
+        assert [output.num_preemptions for output in engine.run()] == [0, 0, 0]
 
 
 def test_a_request_id_is_used_once_at_a_time(model: TextModel) -> None:

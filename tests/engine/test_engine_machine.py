@@ -10,7 +10,7 @@ from functools import cache
 from itertools import count
 
 import torch
-from hypothesis import settings
+from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -63,10 +63,10 @@ class EngineMachine(RuleBasedStateMachine):
         self.bytes_of: dict[int, list[torch.Tensor]] = {}
 
     @initialize(
-        policy=st.sampled_from(sorted(POLICIES)),
+        policy=st.sampled_from([*sorted(POLICIES), "snapshot"]),
         chunk=st.sampled_from([3, 8, 20]),
         slots=st.integers(1, 4),
-        snapshots=st.sampled_from([0, 1, 3]),
+        snapshots=st.sampled_from([3, 1, 0]),
         spare=st.sampled_from([None, 0]),
         trim=st.sampled_from(["off", "exact"]),
     )
@@ -109,6 +109,13 @@ class EngineMachine(RuleBasedStateMachine):
         """Nothing is written below a hit, and hits are what was stored."""
         self.pool = step.pool
         self.check_bytes()
+        for state in self.engine._scheduler._running:
+            if state.stay is not None and state.stay.restore is not None:
+                plan, restore = state.stay.replay, state.stay.restore
+                assert state.num_computed_tokens == plan.restore_at == restore.num_tokens
+                assert restore.key == state.hashes[plan.restore_at // BLOCK - 1]
+                is_within = plan.restore_at < plan.num_cached_tokens
+                event("a snapshot within a hit" if is_within else "a snapshot at the end of a hit")
 
     @rule(
         family=st.integers(0, 1),
@@ -134,6 +141,13 @@ class EngineMachine(RuleBasedStateMachine):
         )
         self.engine.submit(asked)
         self.live.add(name)
+
+    @rule(family=st.integers(0, 1), length=st.sampled_from([17, 25]))
+    def converse(self, family: int, length: int) -> None:
+        """Hits with a snapshot at their end and, the last, with one a block before it."""
+        for more in (0, 0, 4, 4):
+            self.submit(family, length + more, 1, 0, "", "none")
+            self.drain()
 
     @rule(rows=st.sampled_from([None, None, 1, 2, 5]))
     def step(self, rows: int | None) -> None:
@@ -201,8 +215,15 @@ class EngineMachine(RuleBasedStateMachine):
         if hasattr(self, "pool"):
             self.check_bytes()
         for state in self.engine._scheduler._running:
-            adopted = state.stay.replay.num_cached_tokens // BLOCK if state.stay else 0
+            assert state.stay is not None
+            plan, restore, capture = state.stay.replay, state.stay.restore, state.stay.capture
+            adopted = plan.num_cached_tokens // BLOCK
             assert all(blocks.is_cached(block) for block in state.tables.blocks[:adopted])
+            # Nothing is held of a snapshot that was copied, and no other one is to be kept.
+            assert restore is None, "a snapshot is held behind the step that copied it"
+            if capture is not None:
+                assert capture.key == state.hashes[adopted - 1]
+                assert state.num_computed_tokens < capture.num_tokens == plan.num_cached_tokens
 
 
 TestEngineMachine = EngineMachine.TestCase

@@ -98,8 +98,9 @@ def test_cuda_without_all_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     )
     with pytest.raises(ValueError, match="no CUDA kernel for route in this version"):
         resolve_device("cuda")
+    assert resolve_device("auto") == torch.device("cpu")
     registered["CUDA"].append("pcpkit::route")
-    assert resolve_device("cuda") == torch.device("cuda")
+    assert resolve_device("cuda") == resolve_device("auto") == torch.device("cuda")
 
 
 def test_every_op_the_model_uses_counts() -> None:

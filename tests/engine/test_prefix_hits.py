@@ -378,17 +378,23 @@ def test_a_longer_prefix_starts_behind_the_last_snapshot_and_leaves_the_next() -
         _assert_cold(output)
 
 
-def test_a_near_snapshot_is_better_than_a_cone() -> None:
-    engine = _engine(SnapshotReplay())
+@pytest.mark.parametrize("chunk", [3, 64])
+def test_a_near_snapshot_is_better_than_a_cone(chunk: int) -> None:
+    events: list[PrefixEvent] = []
+    config = EngineConfig(chunk_tokens=chunk, block_size=4, window_block_size=4)
+    engine = _engine(SnapshotReplay(), config, observe_prefix=events.append)
     list(_one_by_one(engine, [_ask("0", 0), _ask("1", 1, 4)]))  # a snapshot at 64
-    a, b, c = _one_by_one(engine, [_ask("2", 1, 5), _ask("3", 1, 5), _ask("4", 1, 5)])
-    # 68 tokens are there. Four rows from 64 on cost less than the cone at 68, and leave its result.
-    assert [(o.num_cached_tokens, o.num_replayed_rows) for o in (a, b, c)] == [
-        (64, 0),
+    events.clear()
+    asked = [_ask(name, 1, 5, max_new_tokens=1) for name in "234"]
+    outputs = list(_one_by_one(engine, asked))
+    # 68 tokens are taken. Four rows from 64 on cost less than the cone at 68, and leave its result.
+    assert [(o.num_cached_tokens, o.num_replayed_rows) for o in outputs] == [
+        (68, 4),
         (68, 0),
         (68, 0),
     ]
-    for output in (a, b, c):
+    assert events == [], "a block is stored twice"
+    for output in outputs:
         _assert_cold(output)
 
 

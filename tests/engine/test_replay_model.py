@@ -30,6 +30,7 @@ from pcpkit.engine import (
     verify_requests,
 )
 from pcpkit.engine.runner import ComputedStep
+from pcpkit.engine.sizing import TrimSetting
 from pcpkit.model.decoder import TextModel
 from pcpkit.model.tiny import make_tiny_checkpoint
 
@@ -238,6 +239,34 @@ def test_the_small_model_replays_its_whole_cone(model: TextModel) -> None:
         _assert_cold(model, run, config)
         # The check that examples run: again, cold, alone and cut into other steps.
         assert verify_requests(model, config, run.outputs[-1:], run.recorder) == []
+
+
+@pytest.mark.parametrize("trim", ["off", "exact"])
+@pytest.mark.parametrize("chunk", [3, 64])
+def test_a_snapshot_within_the_hit_gives_the_bits_of_a_cold_run(
+    model: TextModel, chunk: int, trim: TrimSetting
+) -> None:
+    """A snapshot stands at 112 of 128 cached tokens: 16 rows in 7 layers, of the cone's 420
+    row-layers 112, give the windows before 128, and the next snapshot."""
+    config = EngineConfig(
+        chunk_tokens=chunk, max_requests=1, block_size=16, window_block_size=8, trim=trim
+    )
+    prompt, others = random_prompt(140, 5), [random_prompt(9, seed) for seed in range(3)]
+    asked = [
+        request(str(place), ids, max_new_tokens=3, logits="last", ignore_eos=True)
+        for place, ids in enumerate(
+            (
+                prompt,  # leaves 128 tokens
+                (*prompt[:112], *others[0]),  # and this one a snapshot at 112
+                (*prompt[:130], *others[1]),  # between them
+                (*prompt[:130], *others[2]),
+            )
+        )
+    ]
+    run = _run(model, asked, config, SnapshotReplay())
+    assert [output.num_cached_tokens for output in run.outputs] == [0, 112, 128, 128]
+    assert [output.num_replayed_rows for output in run.outputs] == [0, 105, 16, 0]
+    _assert_cold(model, run, config)
 
 
 @pytest.fixture(scope="module")

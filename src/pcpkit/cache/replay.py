@@ -12,9 +12,13 @@ what; all of them leave the cached bytes below H as they are.
   layer l is made from layer l - 1's output of p, and that from the records of p - W + 1 .. p in
   layer l - 1; so layer l starts at H - (W - 1) * (L - l).
 - `SnapshotReplay`: the first hit that ends at H does that, then keeps the window records before H;
-  later hits that end there copy them back and compute nothing below H.
+  later hits that end there copy them back and compute nothing below H. A longer hit may copy them
+  back too: it runs the rows from there to its own end in all layers, and keeps the records there.
 
-Symbols: H `num_cached_tokens`, W `sliding_window`, L `num_layers`. All lengths are tokens.
+All the cached prefix is adopted, or nothing: where the rows start does not change what is written.
+
+Symbols: H `num_cached_tokens`, S `restore_at`, W `sliding_window`, L `num_layers`. All lengths are
+tokens.
 """
 
 from __future__ import annotations
@@ -63,13 +67,15 @@ class ReplayPlan:
     """H: tokens whose compressed KV and index keys are adopted; 0 is a cold start."""
     layer_starts: tuple[int, ...]
     """Lowest position that runs in each layer, never falling from layer to layer, at most H. No
-    window record below it is read in that layer. All 0 in a cold start."""
+    window record below it is read in that layer. All 0 in a cold start. Behind a snapshot rows run
+    from S on, and all the starts are where its records start, max(S - W + 1, 0)."""
     exact: bool
     """Whether all the request computes from H on equals a cold run bit for bit."""
-    restore: bool
-    """The window records [H - W + 1, H) come from a snapshot, and rows run from H on."""
+    restore_at: int
+    """S, whole blocks, at most H: the window records [S - W + 1, S) come from a snapshot, and rows
+    run from S on; 0: none does."""
     capture: bool
-    """Keep a snapshot at H, as soon as the rows below H are computed."""
+    """Keep a snapshot at H, as soon as the rows below H are computed; not if it is restored."""
 
     def __post_init__(self) -> None:
         starts = self.layer_starts
@@ -83,11 +89,24 @@ class ReplayPlan:
                 f"layer_starts expected never to fall, got {starts}; "
                 "a layer cannot run rows that the one before it did not"
             )
-        if self.restore and self.capture:
-            raise ValueError("capture expected False with restore, got True; it is stored already")
-        if not self.num_cached_tokens and (self.restore or self.capture or not self.exact):
+        if not 0 <= self.restore_at <= self.num_cached_tokens:
+            raise ValueError(
+                f"restore_at expected 0 .. {self.num_cached_tokens}, got {self.restore_at}; "
+                "restore a snapshot of the adopted tokens"
+            )
+        if self.restore_at and not starts[0] == starts[-1] <= self.restore_at:
+            raise ValueError(
+                f"layer_starts expected one position up to {self.restore_at} in all layers, "
+                f"got {starts}; a snapshot has the same records of every layer"
+            )
+        if not self.num_cached_tokens and (self.capture or not self.exact):
             raise ValueError(
                 f"num_cached_tokens expected > 0 for {self}, got 0; use ReplayPlan.cold()"
+            )
+        if self.capture and self.restore_at == self.num_cached_tokens:
+            raise ValueError(
+                f"capture expected False where {self.restore_at} are restored, got True; "
+                "it is stored already"
             )
 
     @classmethod
@@ -97,14 +116,14 @@ class ReplayPlan:
             num_cached_tokens=0,
             layer_starts=(0,) * num_layers,
             exact=True,
-            restore=False,
+            restore_at=0,
             capture=False,
         )
 
     @property
     def start(self) -> int:
         """First position the request runs."""
-        return self.num_cached_tokens if self.restore else self.layer_starts[0]
+        return self.restore_at or self.layer_starts[0]
 
     @property
     def num_replayed_rows(self) -> int:
@@ -122,11 +141,11 @@ class ReplayPolicy(Protocol):
 
     @property
     def uses_snapshots(self) -> bool:
-        """Whether `has_snapshot` matters and a plan may ask for `restore` or `capture`."""
+        """Whether `snapshot_tokens` matters and a plan may have `restore_at` or `capture`."""
         ...
 
     def plan(
-        self, num_hit_tokens: int, shape: ReplayShape, *, has_snapshot: bool, blocks_exact: bool
+        self, num_hit_tokens: int, shape: ReplayShape, *, snapshot_tokens: int, blocks_exact: bool
     ) -> ReplayPlan:
         """The plan of a request whose cached prefix has `num_hit_tokens` tokens.
 
@@ -134,11 +153,13 @@ class ReplayPolicy(Protocol):
             num_hit_tokens: a multiple of `block_size` below the length of the request; 0: no hit.
                 The plan adopts all of it or nothing.
             shape: of the model and its caches.
-            has_snapshot: the window records before `num_hit_tokens` are in the snapshot store.
+            snapshot_tokens: the longest prefix of the hit, in whole blocks, before whose end the
+                window records are in the snapshot store; 0: none.
             blocks_exact: every block of the hit equals a cold run's.
 
         Raises:
-            ValueError: the hit is negative or not aligned, or not exact although `exact_only`.
+            ValueError: the hit is negative or not aligned, or not exact although `exact_only`; the
+                snapshot is not aligned or not in the hit.
         """
         ...
 
@@ -151,10 +172,10 @@ class NoReplay:
     uses_snapshots = False
 
     def plan(
-        self, num_hit_tokens: int, shape: ReplayShape, *, has_snapshot: bool, blocks_exact: bool
+        self, num_hit_tokens: int, shape: ReplayShape, *, snapshot_tokens: int, blocks_exact: bool
     ) -> ReplayPlan:
         """Cold; see `ReplayPolicy.plan`."""
-        _check_hit(num_hit_tokens, shape)
+        _check_hit(num_hit_tokens, snapshot_tokens, shape)
         return ReplayPlan.cold(shape.num_layers)
 
 
@@ -164,7 +185,7 @@ class BoundedReplay:
 
     Example:
         >>> shape = ReplayShape(num_layers=3, sliding_window=128, block_size=64)
-        >>> plan = BoundedReplay().plan(256, shape, has_snapshot=False, blocks_exact=True)
+        >>> plan = BoundedReplay().plan(256, shape, snapshot_tokens=0, blocks_exact=True)
         >>> plan.layer_starts, plan.exact, rows_to_compute(plan, 300)
         ((128, 128, 128), False, 172)
     """
@@ -173,17 +194,17 @@ class BoundedReplay:
     uses_snapshots = False
 
     def plan(
-        self, num_hit_tokens: int, shape: ReplayShape, *, has_snapshot: bool, blocks_exact: bool
+        self, num_hit_tokens: int, shape: ReplayShape, *, snapshot_tokens: int, blocks_exact: bool
     ) -> ReplayPlan:
         """Start at H - W in every layer; see `ReplayPolicy.plan`."""
-        _check_hit(num_hit_tokens, shape)
+        _check_hit(num_hit_tokens, snapshot_tokens, shape)
         if num_hit_tokens <= shape.sliding_window:
             return ReplayPlan.cold(shape.num_layers)
         return ReplayPlan(
             num_cached_tokens=num_hit_tokens,
             layer_starts=(num_hit_tokens - shape.sliding_window,) * shape.num_layers,
             exact=False,
-            restore=False,
+            restore_at=0,
             capture=False,
         )
 
@@ -196,7 +217,7 @@ class ExactReplay:
 
     Example:
         >>> shape = ReplayShape(num_layers=3, sliding_window=5, block_size=8)
-        >>> plan = ExactReplay().plan(16, shape, has_snapshot=False, blocks_exact=True)
+        >>> plan = ExactReplay().plan(16, shape, snapshot_tokens=0, blocks_exact=True)
         >>> plan.layer_starts, plan.exact
         ((4, 8, 12), True)
         >>> rows_to_compute(plan, 20), row_layers(plan, 20)  # cold: 20 rows, 60 row-layers
@@ -207,49 +228,58 @@ class ExactReplay:
     uses_snapshots = False
 
     def plan(
-        self, num_hit_tokens: int, shape: ReplayShape, *, has_snapshot: bool, blocks_exact: bool
+        self, num_hit_tokens: int, shape: ReplayShape, *, snapshot_tokens: int, blocks_exact: bool
     ) -> ReplayPlan:
         """Start at max(0, H - (W - 1) * (L - l)) in layer l; see `ReplayPolicy.plan`."""
-        _check_hit(num_hit_tokens, shape)
+        _check_hit(num_hit_tokens, snapshot_tokens, shape)
         _check_exact(num_hit_tokens, blocks_exact)
         return _dependency_cone(num_hit_tokens, shape, capture=False)
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotReplay:
-    """Restore the window records before H if they are stored, else replay exactly and store them.
+    """Restore the last window records that are stored, or replay exactly, and store those before H.
 
-    A hit of fewer than W tokens without a snapshot is cold, and leaves none.
+    Whichever runs fewer rows, summed over the layers. A hit of fewer than W tokens without a
+    snapshot is cold, and leaves none.
 
     Example:
         >>> shape = ReplayShape(num_layers=3, sliding_window=5, block_size=8)
-        >>> first = SnapshotReplay().plan(16, shape, has_snapshot=False, blocks_exact=True)
+        >>> first = SnapshotReplay().plan(16, shape, snapshot_tokens=0, blocks_exact=True)
         >>> first.layer_starts, first.capture
         ((4, 8, 12), True)
-        >>> later = SnapshotReplay().plan(16, shape, has_snapshot=True, blocks_exact=True)
-        >>> later.layer_starts, later.restore, later.start
-        ((12, 12, 12), True, 16)
+        >>> later = SnapshotReplay().plan(16, shape, snapshot_tokens=16, blocks_exact=True)
+        >>> later.layer_starts, later.restore_at, later.start, later.capture
+        ((12, 12, 12), 16, 16, False)
+        >>> longer = SnapshotReplay().plan(24, shape, snapshot_tokens=16, blocks_exact=True)
+        >>> longer.layer_starts, longer.start, longer.capture  # 3 x 8 rows again, as in the cone
+        ((12, 12, 12), 16, True)
     """
 
     exact_only = True
     uses_snapshots = True
 
     def plan(
-        self, num_hit_tokens: int, shape: ReplayShape, *, has_snapshot: bool, blocks_exact: bool
+        self, num_hit_tokens: int, shape: ReplayShape, *, snapshot_tokens: int, blocks_exact: bool
     ) -> ReplayPlan:
-        """Restore, or `ExactReplay`'s plan with `capture`; see `ReplayPolicy.plan`."""
-        _check_hit(num_hit_tokens, shape)
+        """Restore at S, or `ExactReplay`'s plan with `capture`; see `ReplayPolicy.plan`."""
+        _check_hit(num_hit_tokens, snapshot_tokens, shape)
         _check_exact(num_hit_tokens, blocks_exact)
-        if not has_snapshot or not num_hit_tokens:
-            return _dependency_cone(num_hit_tokens, shape, capture=True)
-        floor = max(num_hit_tokens - shape.sliding_window + 1, 0)
-        return ReplayPlan(
+        cone = _dependency_cone(num_hit_tokens, shape, capture=True)
+        if not snapshot_tokens:
+            return cone
+        restoring = ReplayPlan(
             num_cached_tokens=num_hit_tokens,
-            layer_starts=(floor,) * shape.num_layers,
+            layer_starts=(max(snapshot_tokens - shape.sliding_window + 1, 0),) * shape.num_layers,
             exact=True,
-            restore=True,
-            capture=False,
+            restore_at=snapshot_tokens,
+            capture=snapshot_tokens < num_hit_tokens,
         )
+        # From the hit on both run every row, so any length tells which one does less.
+        some_length = num_hit_tokens + 1
+        if row_layers(restoring, some_length) <= row_layers(cone, some_length):
+            return restoring
+        return cone
 
 
 def rows_to_compute(plan: ReplayPlan, num_tokens: int) -> int:
@@ -284,16 +314,21 @@ def _dependency_cone(num_hit_tokens: int, shape: ReplayShape, *, capture: bool) 
         num_cached_tokens=num_hit_tokens,
         layer_starts=starts,
         exact=True,
-        restore=False,
+        restore_at=0,
         capture=capture,
     )
 
 
-def _check_hit(num_hit_tokens: int, shape: ReplayShape) -> None:
+def _check_hit(num_hit_tokens: int, snapshot_tokens: int, shape: ReplayShape) -> None:
     if num_hit_tokens < 0 or num_hit_tokens % shape.block_size:
         raise ValueError(
             f"num_hit_tokens expected a multiple of block_size ({shape.block_size}), "
             f"got {num_hit_tokens}; count whole blocks"
+        )
+    if not 0 <= snapshot_tokens <= num_hit_tokens or snapshot_tokens % shape.block_size:
+        raise ValueError(
+            f"snapshot_tokens expected a multiple of block_size ({shape.block_size}) up to "
+            f"{num_hit_tokens}, got {snapshot_tokens}; look for snapshots in the hit"
         )
 
 

@@ -80,16 +80,12 @@ class PrefixReader:
             return Adoption(plan=ReplayPlan.cold(self._shape.num_layers))
         hashes = self._usable_hashes(state)
         match = self._prefix.match(hashes, exact_only=self._policy.exact_only)
-        plan = self._best_plan(state, hashes[: len(match.blocks)], match.exact)
-        # A start behind a shorter prefix than was found leaves a snapshot at the longer one.
-        advances = plan.restore and plan.num_cached_tokens < len(match.blocks) * self._block_size
-        captures = plan.exact and (plan.capture or advances)
-        adopted = plan.num_cached_tokens // self._block_size
+        plan = self._plan(hashes[: len(match.blocks)], match.exact)
         return Adoption(
             plan=plan,
-            blocks=match.blocks[:adopted],
-            restore=self._point(hashes, adopted) if plan.restore else None,
-            capture=self._point(hashes, len(match.blocks)) if captures else None,
+            blocks=match.blocks[: plan.num_cached_tokens // self._block_size],
+            restore=self._point(hashes, plan.restore_at) if plan.restore_at else None,
+            capture=self._point(hashes, plan.num_cached_tokens) if plan.capture else None,
             num_refused=match.num_refused,
         )
 
@@ -117,7 +113,7 @@ class PrefixReader:
             kept = set[bytes]()
         if length == len(match.blocks) and not kept:
             return False
-        later = self._best_plan(state, hashes[:length], exact, kept)
+        later = self._plan(hashes[:length], exact, kept)
         num_tokens = len(state.token_ids)
         return row_layers(later, num_tokens) < row_layers(adoption.plan, num_tokens)
 
@@ -154,31 +150,20 @@ class PrefixReader:
         self._prefix.extend_hashes(state.hashes, state.token_ids, state.request.cache_salt)
         return state.hashes[: (len(state.token_ids) - 1) // self._block_size]
 
-    def _point(self, hashes: list[bytes], num_blocks: int) -> SnapshotPoint:
-        return SnapshotPoint(key=hashes[num_blocks - 1], num_tokens=num_blocks * self._block_size)
+    def _point(self, hashes: list[bytes], num_tokens: int) -> SnapshotPoint:
+        return SnapshotPoint(key=hashes[num_tokens // self._block_size - 1], num_tokens=num_tokens)
 
-    def _best_plan(
-        self,
-        state: RequestState,
-        hashes: list[bytes],
-        exact: bool,
-        kept: Collection[bytes] = (),
-    ) -> ReplayPlan:
-        """The cheapest plan for a cached prefix: behind all of it, or behind a snapshot before.
+    def _plan(self, hashes: list[bytes], exact: bool, kept: Collection[bytes] = ()) -> ReplayPlan:
+        """The policy's plan for a cached prefix, with the last snapshot in it.
 
         `kept` are snapshots to plan with as if they were stored already.
         """
         store = self._snapshots
         stored = [name in kept or (store is not None and name in store) for name in hashes]
-        lengths = [len(hashes), *(n for n in range(len(hashes) - 1, 0, -1) if stored[n - 1])][:2]
-        plans = [
-            self._policy.plan(
-                length * self._block_size,
-                self._shape,
-                has_snapshot=length > 0 and stored[length - 1],
-                blocks_exact=exact,
-            )
-            for length in lengths
-        ]
-        # Of equally cheap ones, the first: the longest hit.
-        return min(plans, key=lambda plan: row_layers(plan, len(state.token_ids)))
+        last = max((place for place, is_stored in enumerate(stored, 1) if is_stored), default=0)
+        return self._policy.plan(
+            len(hashes) * self._block_size,
+            self._shape,
+            snapshot_tokens=last * self._block_size,
+            blocks_exact=exact,
+        )

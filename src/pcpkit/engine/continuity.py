@@ -6,10 +6,13 @@ scheduler of their own, and it is the same on every rank, so a refusal never lea
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from pcpkit.plan.batch import StepBatch
+
+NO_SNAPSHOTS: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +27,9 @@ class _Progress:
 class ComputedTokens:
     """How many tokens of each request the caches hold.
 
-    A request starts at 0, or where its replay of a cached prefix does, and keeps that replay in
-    every step. To start anew, after a preemption, it has to be forgotten first.
+    A request starts at 0, where its replay of a cached prefix does, or where the window records end
+    that a snapshot in that prefix brings. It keeps that replay in every step. To start anew, after
+    a preemption, it has to be forgotten first.
 
     Args:
         max_rows: rows of one step at most, over all requests.
@@ -36,20 +40,23 @@ class ComputedTokens:
         self._progress: dict[str, _Progress] = {}
 
     def check(
-        self, batch: StepBatch, request_ids: Sequence[str], restored: Collection[str] = ()
+        self,
+        batch: StepBatch,
+        request_ids: Sequence[str],
+        restored: Mapping[str, int] = NO_SNAPSHOTS,
     ) -> None:
         """Refuse a batch that is too large, or whose rows are not the next ones of its requests.
 
         Args:
             batch: the global batch.
             request_ids: of its requests, in order.
-            restored: those whose window records come from a snapshot.
+            restored: by id, where the window records end that come from a snapshot.
 
         Raises:
             ValueError: more rows than the budget, not one id a request, an id twice, a request that
                 does not start where its last step ended, a new one that does not start at 0 or
-                where its replay does, another replay than before, or a restored request that is
-                not new.
+                where its replay or its snapshot says, another replay than before, a snapshot that
+                ends outside the cached tokens, or a restored request that is not new.
         """
         if batch.num_tokens > self._max_rows:
             raise ValueError(
@@ -69,7 +76,7 @@ class ComputedTokens:
         for name, start, replay in zip(
             request_ids, batch.num_computed_tokens.tolist(), _replays(batch), strict=True
         ):
-            self._check_start(name, start, replay, name in restored)
+            self._check_start(name, start, replay, restored.get(name))
 
     def advance(self, batch: StepBatch, request_ids: Sequence[str]) -> None:
         """Account for a step that was computed."""
@@ -85,13 +92,18 @@ class ComputedTokens:
         self._progress.pop(request_id, None)
 
     def _check_start(
-        self, name: str, start: int, replay: tuple[int, tuple[int, ...]], is_restored: bool
+        self, name: str, start: int, replay: tuple[int, tuple[int, ...]], restored_at: int | None
     ) -> None:
         cached, starts = replay
         before = self._progress.get(name)
+        if restored_at is not None and not 0 < restored_at <= cached:
+            raise ValueError(
+                f"request {name} expected a snapshot that ends in its {cached} cached tokens, got "
+                f"one at {restored_at}; restore one of the adopted prefix"
+            )
         if before is None:
-            held = cached if is_restored else max(starts[:1], default=0)
-        elif is_restored:
+            held = max(starts[:1], default=0) if restored_at is None else restored_at
+        elif restored_at is not None:
             raise ValueError(
                 f"request {name} expected no snapshot after its first step, got one to restore; "
                 "forget the request first"

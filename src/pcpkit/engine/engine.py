@@ -241,12 +241,13 @@ class Engine:
             vocab_size=self.model.config.vocab_size,
             max_model_len=self.model.max_model_len,
         )
-        needed, available = self._tables.num_blocks(request.max_tokens), self._tables.blocks
-        if needed > available.num_blocks:
+        # The last sampled token is never computed.
+        num_tokens, available = request.max_tokens - 1, self._tables.blocks.num_blocks
+        needed = self._tables.num_blocks(num_tokens)
+        if needed > available:
             raise ValueError(
-                f"request {request.request_id} expected to need at most {available.num_blocks} "
-                f"blocks, got {needed} for {request.max_tokens} tokens; raise num_blocks or "
-                "shorten the request"
+                f"request {request.request_id} expected to need at most {available} blocks, got "
+                f"{needed} for {num_tokens} tokens; raise num_blocks or shorten the request"
             )
         if request.request_id in ids_in_use:
             raise ValueError(

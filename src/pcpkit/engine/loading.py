@@ -155,17 +155,18 @@ def check_groups(config: ModelConfig, groups: Groups, device: torch.device) -> N
 def resolve_device(name: str) -> torch.device:
     """The device of `auto`, `cpu` or `cuda`.
 
-    `auto` is the CPU until the whole model has matched the CPU reference on a GPU
-    (tests/engine/test_cuda.py; README, status): no answer may be wrong unasked.
+    `auto` is CUDA where it can run the model, else the CPU.
 
     Raises:
         ValueError: another name, or CUDA that cannot run the model.
     """
     if name not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device expected auto, cpu or cuda, got {name!r}; pick one")
-    if name != "cuda":
+    if name == "cpu":
         return torch.device("cpu")
     problem = _cuda_problem()
+    if problem is not None and name == "auto":
+        return torch.device("cpu")
     if problem is not None:
         raise ValueError(f"device expected a usable CUDA device, got {problem}; use cpu or auto")
     return torch.device("cuda")

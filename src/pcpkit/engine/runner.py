@@ -124,7 +124,8 @@ class ModelRunner:
             ValueError: the batch is inconsistent, too large, or does not continue what was computed
                 (see `ComputedTokens.check`); no rank has computed anything then.
         """
-        self._computed.check(batch, request_ids, {request_ids[move.request] for move in restores})
+        restored = {request_ids[move.request]: move.num_tokens for move in restores}
+        self._computed.check(batch, request_ids, restored)
         partition = self._deal(batch)
         plan = plan_step(
             batch,
