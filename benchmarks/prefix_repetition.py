@@ -2,6 +2,7 @@
 
     python3 benchmarks/prefix_repetition.py --device cuda --preset tiny-real-heads
     python3 benchmarks/prefix_repetition.py --device cpu --quick     # a quarter of all lengths
+    python3 benchmarks/prefix_repetition.py --device cuda --preset layer-slice [--num-layers 7]
     python3 benchmarks/prefix_repetition.py --device cuda --checkpoint DIR --policies none,snapshot
 
 The workload: 10 prefixes of 1,024 tokens, 8 prompts on each with a suffix of 128, shuffled; 8
@@ -17,6 +18,9 @@ the others find their prefix (70): 8 x 1,088 + 70 x 1,024 = 78 x 1,024 + 8 x 64 
 comes first; the answers of exact policies (token and logits of every request) must equal it in
 every bit, or nothing is reported. On a GPU each policy first serves the same shapes with other
 tokens, so that nothing is compiled in the measured time.
+
+*Models.* With the small ones a step takes as long as its launches. `layer-slice` has the released
+widths in a few layers, random weights made on the device, and no file (benchmarks/layer_slice.py).
 
 TTFT runs from submission to the first token. It is of the 80 prompts, as the throughput is; tokens
 and rows are of all 88 requests. Rows are those of the first layer: `exact` runs fewer above it.
@@ -43,6 +47,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from rich.console import Console
 
+from benchmarks import layer_slice
 from benchmarks.prefix_plot import check_plotting, write_plot
 from benchmarks.prefix_rows import PolicyRow, make_row, make_table
 from benchmarks.prefix_run import (
@@ -76,6 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     given = _parse(arguments)
     try:
+        check_num_layers(given)
         policies = check_policies(given.policies)
         shape = shape_of(given)
         config = config_of(given, shape)
@@ -133,7 +139,7 @@ def report(
     given: argparse.Namespace, shape: WorkloadShape, config: EngineConfig, rows: list[PolicyRow]
 ) -> None:
     """Print the table, append the lines, draw the picture."""
-    model = given.preset if given.checkpoint is None else given.checkpoint.name
+    model = model_name(given)
     facts: dict[str, Any] = machine(given.device, given.commit) | {
         "model": model,
         "workload": asdict(shape),
@@ -173,6 +179,22 @@ def check_policies(text: str) -> list[str]:
     return [name for name in POLICIES if name in names or name == COLD]
 
 
+def check_num_layers(given: argparse.Namespace) -> None:
+    """Raises ValueError if --num-layers is given for a model that has its own."""
+    if given.num_layers is not None and not _is_slice(given):
+        raise ValueError(
+            f"--num-layers expected with --preset {layer_slice.NAME}, got {given.num_layers} with "
+            f"{model_name(given)}; drop it"
+        )
+
+
+def model_name(given: argparse.Namespace) -> str:
+    """The model of the table and of the JSON lines; one of other depth is another model."""
+    if given.checkpoint is not None:
+        return given.checkpoint.name
+    return f"{given.preset}-{_num_layers(given)}" if _is_slice(given) else given.preset
+
+
 def shape_of(given: argparse.Namespace) -> WorkloadShape:
     """The workload asked for. Raises ValueError as `WorkloadShape`."""
     divisor = QUICK if given.quick else 1
@@ -204,10 +226,23 @@ def load(given: argparse.Namespace, shape: WorkloadShape, config: EngineConfig) 
     if device.type == "cpu":
         # As in examples/launch.py: the reference ops work on small tensors.
         torch.set_num_threads(1)
-    folder = given.checkpoint or cached_tiny_checkpoint(preset=given.preset)
-    opened, max_model_len = open_checkpoint(folder), shape.prompt_len + 1
+    max_model_len = shape.prompt_len + 1
+    if _is_slice(given):
+        sliced = layer_slice.slice_config(_num_layers(given))
+        cache_config(sliced, config, max_model_len)
+        print(f"{model_name(given)}: {layer_slice.describe(sliced)}", file=sys.stderr, flush=True)
+        return layer_slice.make_model(sliced, device=device, max_model_len=max_model_len)
+    opened = open_checkpoint(given.checkpoint or cached_tiny_checkpoint(preset=given.preset))
     cache_config(opened.config, config, max_model_len)
     return load_model(opened, device=device, max_model_len=max_model_len)
+
+
+def _is_slice(given: argparse.Namespace) -> bool:
+    return given.checkpoint is None and given.preset == layer_slice.NAME
+
+
+def _num_layers(given: argparse.Namespace) -> int:
+    return layer_slice.NUM_LAYERS if given.num_layers is None else given.num_layers
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -217,7 +252,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     shape = WorkloadShape()
     add("--policies", default=",".join(POLICIES), help="separated by commas; none always runs")
     add("--device", choices=("cuda", "cpu"), default="cuda")
-    add("--preset", choices=PRESETS, default=PRESETS[0], help="small model, made and cached")
+    presets, depth = (*PRESETS, layer_slice.NAME), layer_slice.NUM_LAYERS
+    add("--preset", choices=presets, default=PRESETS[0], help="random model, see Models")
+    add("--num-layers", type=int, help=f"of {layer_slice.NAME}; default {depth}, 7.4 GB each")
     add("--checkpoint", type=Path, help="another model, instead of --preset")
     add("--quick", action="store_true", help=f"all lengths over {QUICK}, unless given")
     add("--num-prefixes", type=int, default=shape.num_prefixes)

@@ -1,13 +1,14 @@
 """Random weights for the tiny checkpoints: which numbers, and their FP8 / FP4 form.
 
 Weights are integer draws turned into floats by correctly rounded operations only, so that a seed
-gives the same bytes on every machine (torch's own normal draws depend on the CPU's vector width).
+gives the same bytes on every CPU (torch's own normal draws depend on the CPU's vector width). A GPU
+draws other integers, of the same distribution.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod, sqrt
 from typing import Final
@@ -110,21 +111,32 @@ def draw_tensors(specs: Mapping[str, TensorSpec], seed: int) -> dict[str, tuple[
     Raises:
         ValueError: a tensor for which there is no rule.
     """
-    tensors: dict[str, tuple[Tensor, str]] = {}
+    tensors = dict(stream_tensors(specs, seed))
+    return {name: (tensors[name], spec.dtype) for name, spec in specs.items()}
+
+
+def stream_tensors(
+    specs: Mapping[str, TensorSpec], seed: int, device: torch.device | str = "cpu"
+) -> Iterator[tuple[str, Tensor]]:
+    """What `draw_tensors` makes, drawn on `device` one by one: a scale comes after its weight.
+
+    Beside what is yielded it holds about 16 bytes for each channel of one weight.
+
+    Raises:
+        ValueError: a tensor for which there is no rule.
+    """
     for name, spec in specs.items():
         if name.endswith(".scale"):
             continue  # made with its weight
-        generator = torch.Generator().manual_seed(_tensor_seed(seed, name))
+        generator = torch.Generator(device).manual_seed(_tensor_seed(seed, name))
         draw = _draw_of(name)
         if spec.dtype in _QUANTIZED:
             scale_name = f"{name.removesuffix('.weight')}.scale"
             codes, scale = _draw_quantized(draw, spec, specs[scale_name].shape, generator)
-            tensors[name] = (codes, spec.dtype)
-            tensors[scale_name] = (scale, specs[scale_name].dtype)
+            yield name, codes
+            yield scale_name, scale
         else:
-            values = _draw_values(draw, spec.shape, generator)
-            tensors[name] = (values.to(_TORCH_DTYPES[spec.dtype]), spec.dtype)
-    return {name: tensors[name] for name in specs}
+            yield name, _draw_values(draw, spec.shape, generator).to(_TORCH_DTYPES[spec.dtype])
 
 
 def _tensor_seed(seed: int, name: str) -> int:
@@ -140,14 +152,17 @@ def _draw_of(name: str) -> _Draw:
 
 
 def _draw_values(draw: _Draw, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """fp32 values of a logical (unpacked) shape."""
-    total = torch.full((prod(shape),), -_DRAW_MEAN, dtype=torch.int32)
+    """fp32 values of a logical (unpacked) shape, on the generator's device."""
+    device = generator.device
+    total = torch.full((prod(shape),), -_DRAW_MEAN, dtype=torch.int32, device=device)
     for _ in range(_DRAW_TERMS):
-        total += torch.randint(_DRAW_LEVELS, total.shape, generator=generator, dtype=torch.int32)
+        total += torch.randint(
+            _DRAW_LEVELS, total.shape, generator=generator, dtype=torch.int32, device=device
+        )
     noise = total.to(torch.float32).reshape(shape)
     spread = draw.spread / (sqrt(shape[-1]) if draw.per_input else 1.0)
     values = noise.mul_(spread / _DRAW_SPREAD).add_(draw.mean)
-    shift = int(torch.randint(draw.max_shift + 1, (1,), generator=generator))
+    shift = int(torch.randint(draw.max_shift + 1, (1,), generator=generator, device=device))
     return values.mul_(2.0**-shift)
 
 
@@ -159,8 +174,11 @@ def _draw_quantized(
     height = spec.shape[0] // rows  # 32, or 1 where every row has its own scales
     values = _draw_values(draw, (spec.shape[0], columns * WEIGHT_BLOCK), generator)
     blocks = values.reshape(rows, height, columns, WEIGHT_BLOCK)
-    choice = torch.randint(len(_BLOCK_FACTORS), (rows, 1, columns, 1), generator=generator)
-    blocks *= torch.tensor(_BLOCK_FACTORS)[choice] * (1 / _BLOCK_SPREAD)
+    device = generator.device
+    choice = torch.randint(
+        len(_BLOCK_FACTORS), (rows, 1, columns, 1), generator=generator, device=device
+    )
+    blocks *= torch.tensor(_BLOCK_FACTORS, device=device)[choice] * (1 / _BLOCK_SPREAD)
     largest = E4M3_MAX if spec.dtype == "F8_E4M3" else E2M1_MAX
     scale = pow2ceil(blocks.abs().amax(3, keepdim=True).amax(1, keepdim=True) * (1 / largest))
     scaled = (blocks / scale).reshape(spec.shape[0], -1)
