@@ -227,4 +227,4 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(stateful_step_count=30)
+TestEngineMachine.settings = settings(stateful_step_count=16)

@@ -37,7 +37,7 @@ from pcpkit.model.tiny import make_tiny_checkpoint
 from .small_model import micro_model, random_prompt, request
 
 # An example runs some ten steps of 0.05 s and a cold run of each request.
-SOME = settings(max_examples=8)
+SOME = settings(max_examples=4)
 EXACT: list[ReplayPolicy] = [ExactReplay(), SnapshotReplay()]
 
 

@@ -45,7 +45,7 @@ SIZES = CacheConfig(
     num_blocks=60, num_window_blocks=120, num_requests=4, block_size=BLOCK, window_block_size=8
 )
 # An example is several steps of a whole model, so a profile's count of examples is too many.
-FEW = settings(max_examples=max(4, settings().max_examples // 12))
+FEW = settings(max_examples=max(4, settings().max_examples // 25))
 
 
 @pytest.fixture(scope="module")

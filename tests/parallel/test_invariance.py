@@ -35,8 +35,8 @@ from .schedules import (
 )
 
 # An example is several steps of a whole model on up to eight ranks.
-FEW = settings(max_examples=max(5, settings().max_examples // 16))
-FEWER = settings(max_examples=max(3, settings().max_examples // 32))
+FEW = settings(max_examples=max(5, settings().max_examples // 40))
+FEWER = settings(max_examples=max(3, settings().max_examples // 64))
 
 PCP_SIZES = (1, 2, 3, 4, 8)
 TP_SIZES = (1, 2, 4)

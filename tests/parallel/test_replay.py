@@ -36,7 +36,7 @@ from .micro import (
 from .schedules import assert_same_run, rows
 
 # An example is several steps of a whole model on up to eight ranks.
-FEW = settings(max_examples=max(4, settings().max_examples // 25))
+FEW = settings(max_examples=max(4, settings().max_examples // 50))
 
 NUM_LAYERS, CUT = 7, 3
 SEVEN_LAYERS: dict[str, Any] = {
