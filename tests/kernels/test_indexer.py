@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -136,10 +136,32 @@ def test_kernels_equal_reference(
 @pytest.mark.parametrize("choice", CHOICES)
 @few
 @given(seed=seeds, spread=st.sampled_from([3, 5, 9, 30]))
+# The sums of large groups cancel, and what is left is the small group: not to be lost to rounding.
+@example(seed=389, spread=30)
 def test_scales_far_apart(device: str, choice: LaunchChoice, seed: int, spread: int) -> None:
     """Whether a pair of records is exact in FP32 or not, its score has the reference's bits."""
     given = draw_inputs(num_rows=9, num_heads=2, dim=64, max_visible=40, spread=spread, seed=seed)
     assert same_bits(run(device, given, choice), reference(given))
+
+
+@pytest.mark.parametrize("device", MODES)
+@pytest.mark.parametrize("choice", CHOICES)
+def test_large_groups_that_cancel(device: str, choice: LaunchChoice) -> None:
+    """24 - 24 in the first group, 3 * 2^-60 in the second: the score is the second's."""
+    query, key = torch.zeros(2, 1, 64, dtype=torch.bfloat16)
+    query[0, [0, 31]], key[0, [0, 31]] = 4.0, torch.tensor([6.0, -6.0], dtype=torch.bfloat16)
+    query[0, 40], key[0, 40] = 2.0**-30, 3 * 2.0**-30
+    given = IndexInputs(
+        query_records=MXFP4.encode(query)[None],
+        head_weights=torch.ones(1, 1, dtype=torch.bfloat16),
+        key_cache=MXFP4.encode(key)[None],
+        block_table=torch.zeros(1, 1, dtype=torch.int32),
+        row_request=torch.zeros(1, dtype=torch.int32),
+        num_visible=torch.ones(1, dtype=torch.int32),
+        max_visible=1,
+    )
+    assert reference(given).tolist() == [[3 * 2.0**-60]]
+    assert run(device, given, choice).tolist() == [[3 * 2.0**-60]]
 
 
 def limit_inputs(spread: int) -> IndexInputs:

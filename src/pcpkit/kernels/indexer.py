@@ -5,8 +5,9 @@ dequantized from their 68-byte records and ``w`` the BF16 head weights (scale 1/
 
     ``d_h = BF16(iq_h . k_j)``; ``t_h = BF16(max(d_h, 0) * w_h)``; ``score = BF16(sum_h t_h)``
 
-The dot product and the head sum are FP32; heads are added in ascending order, so the score is one
-defined number. Position ``j`` is visible to a row iff ``j < num_visible[row]``. Positions that are
+A dot product is rounded to FP32 once (sums of groups are exact, and are added in float64 where FP32
+would round), and the head sum is FP32 with heads in ascending order: the score is one defined
+number. Position ``j`` is visible to a row iff ``j < num_visible[row]``. Positions that are
 invisible, outside the row's candidate blocks, or whose page or request does not exist score -inf. A
 NaN group makes the scores of its key, or of its row, NaN.
 
@@ -22,7 +23,7 @@ import torch
 import triton
 from torch import Tensor
 
-from pcpkit.formats import RECORD_FORMATS
+from pcpkit.formats import INDEX_GROUP, RECORD_FORMATS
 from pcpkit.kernels import indexer_tiles as tiles
 from pcpkit.kernels._ops import check_dtype, check_shape, register_op
 from pcpkit.kernels._reference import ordered_sum
@@ -125,11 +126,28 @@ def index_scores_reference(
         step = max(1, _ROWS_TIMES_KEYS // count)
         for part in rows.split(step):
             queries = record.decode(query_records[part]).to(dtype)
-            dots = (queries @ keys.t()).float().bfloat16()
+            dots = _grouped_dots(queries, keys).float().bfloat16()
             terms = dots.clamp(min=0) * head_weights[part, :, None]
             total = ordered_sum(terms.float(), dim=1).bfloat16()
             scores[part, :count] = total.masked_fill_(~mapped, float("-inf"))
     return scores.masked_fill_(~allowed, float("-inf"))
+
+
+def _grouped_dots(queries: Tensor, keys: Tensor) -> Tensor:
+    """``queries @ keys.T``: the sums of the groups of 32 channels, added in ascending order.
+
+    A group's sum is exact in any order. Theirs is exact too, or in float64 rounded in this order:
+    large groups that cancel leave the small ones whole.
+    """
+    if queries.dtype == torch.float32:
+        return queries @ keys.t()
+    pairs = zip(queries.split(INDEX_GROUP, -1), keys.split(INDEX_GROUP, -1), strict=True)
+    total: Tensor | None = None
+    for query_part, key_part in pairs:
+        part = query_part @ key_part.t()
+        total = part if total is None else total + part
+    assert total is not None, "a record has a group"
+    return total
 
 
 def _scale_spread(records: Tensor) -> int:

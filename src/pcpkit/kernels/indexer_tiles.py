@@ -15,8 +15,7 @@ the two scales. If the scale exponents within a key plus those within a query sp
 ``MAX_SPREAD`` = 9, all products and every partial sum of four groups are integers below 2^24 of one
 unit: FP32 accumulation is exact in any order, also where tensor cores align to 24 bits. A pair
 beyond that, or one with extreme scales, goes to `row_kernel`, which adds the four exact group sums
-in float64 and rounds once to FP32, as the reference does: exact up to a spread of 38, beyond which
-the reference's own sum is not.
+in float64 in ascending order and rounds once to FP32, as the reference does.
 
 BF16 subnormals, infinities and NaN follow IEEE arithmetic everywhere, so no record is an exception.
 """
