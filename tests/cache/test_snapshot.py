@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pcpkit.cache.pool import CachePool
-from pcpkit.cache.snapshot import SnapshotStore
+from pcpkit.cache.snapshot import SnapshotStore, SnapshotTarget
 
 RECORD_BYTES = 3
 BLOCK_SIZE = 4
@@ -220,6 +220,46 @@ def test_a_refusal_changes_nothing(
     assert (len(store), b"a" in store, store.num_bytes) == (1, True, _entry_bytes())
     assert (store.num_refused, store.num_evictions) == (0, 0)
     store.check_invariants()
+
+
+def _target(key: bytes, window_blocks: list[int], num_tokens: int = 8) -> SnapshotTarget:
+    return SnapshotTarget(key=key, window_blocks=window_blocks, num_tokens=num_tokens)
+
+
+def test_several_are_restored_as_one_by_one() -> None:
+    """Of different lengths, one of them twice; and each is a use of its entry."""
+    store, source = SnapshotStore(1000), _pool(seed=2)
+    for key, num_tokens in ((b"a", 8), (b"b", 6), (b"c", 1)):
+        _capture(store, key, source, num_tokens)
+    targets = [
+        _target(b"a", [-1, 3]),
+        _target(b"c", [2], num_tokens=1),
+        _target(b"b", [0, 4], num_tokens=6),
+        _target(b"a", [-1, 5]),
+    ]
+    single, together = _pool(), _pool()
+    for one in targets:
+        store.restore(
+            one.key, single, one.window_blocks, num_tokens=one.num_tokens, sliding_window=WINDOW
+        )
+    store.restore_all(targets, together, sliding_window=WINDOW)
+    for layer, window in single.window.items():
+        assert torch.equal(window, together.window[layer])
+        assert not torch.equal(window, _pool().window[layer])
+    assert list(store._entries) == [b"c", b"b", b"a"]
+    store.restore_all([], together, sliding_window=WINDOW)
+
+
+@pytest.mark.parametrize("wrong", [_target(b"b", [4, 5]), _target(b"a", [4, -1])])
+def test_if_one_cannot_be_restored_none_is(wrong: SnapshotTarget) -> None:
+    store, pool = SnapshotStore(1000), _pool()
+    _capture(store, b"a")
+    _capture(store, b"c")
+    with pytest.raises(ValueError, match="expected"):
+        store.restore_all([_target(b"a", [2, 3]), wrong], pool, sliding_window=WINDOW)
+    for layer, window in _pool().window.items():
+        assert torch.equal(pool.window[layer], window)
+    assert list(store._entries) == [b"a", b"c"]
 
 
 @given(

@@ -22,6 +22,18 @@ from pcpkit.cache.pool import CachePool
 from pcpkit.kernels.record_move import gather_records, scatter_records
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotTarget:
+    """A request that an entry is restored into."""
+
+    key: bytes
+    """Block hash of the prefix that ends at ``num_tokens``."""
+    window_blocks: Sequence[int]
+    """The request's row of the window block table, by logical block."""
+    num_tokens: int
+    """H, where the request goes on."""
+
+
 @dataclass(slots=True, eq=False)
 class _Entry:
     """`records` as in the module docstring, of `positions`; `num_users` keep it from eviction."""
@@ -130,7 +142,7 @@ class SnapshotStore:
             self._num_refused += 1
             return False
         first = pool.window[min(pool.window)]
-        on_device = torch.tensor(slots, dtype=torch.int64, device=first.device)
+        on_device = _uploaded(slots, first.device)
         records = torch.stack(
             [gather_records(pool.window[layer], on_device) for layer in sorted(pool.window)]
         )
@@ -164,27 +176,34 @@ class SnapshotStore:
             ValueError: the key is not stored, the entry holds other positions or fits another pool,
                 or as in `capture`; nothing was written.
         """
-        entry = self._entry(key)
-        positions = _positions(num_tokens, sliding_window)
-        if entry.positions != positions:
-            raise ValueError(
-                f"key expected an entry of positions {positions.start} .. {positions.stop - 1}, "
-                f"got {entry.positions.start} .. {entry.positions.stop - 1}; "
-                "take the key from the hash of the last adopted block"
-            )
-        slots = _window_slots(pool, window_blocks, positions)
-        first = pool.window[min(pool.window)]
-        expected = (len(pool.window), len(positions), first.shape[2])
-        if entry.records.shape != expected:
-            raise ValueError(
-                f"pool expected the (layers, rows, bytes) {tuple(entry.records.shape)} of the "
-                f"entry, got {expected}; use one store for one model"
-            )
-        self._entries.move_to_end(key)
-        on_device = torch.tensor(slots, dtype=torch.int64, device=first.device)
-        records = entry.records.to(first.device, non_blocking=True)
+        target = SnapshotTarget(key=key, window_blocks=window_blocks, num_tokens=num_tokens)
+        self.restore_all([target], pool, sliding_window=sliding_window)
+
+    def restore_all(
+        self, targets: Sequence[SnapshotTarget], pool: CachePool, *, sliding_window: int
+    ) -> None:
+        """`restore` for several requests at once: as many launches as for one.
+
+        Args:
+            targets: of requests that share no window block; a key may stand twice.
+            pool, sliding_window: as in `restore`.
+
+        Raises:
+            ValueError: as in `restore`, for any of them; nothing was written.
+        """
+        if not targets:
+            return
+        slots = [slot for one in targets for slot in self._slots_of(one, pool, sliding_window)]
+        device = pool.window[min(pool.window)].device
+        records = [
+            self._entries[one.key].records.to(device, non_blocking=True) for one in targets
+        ]
+        for one in targets:
+            self._entries.move_to_end(one.key)
+        together = records[0] if len(records) == 1 else torch.cat(records, dim=1)
+        on_device = _uploaded(slots, device)
         for index, layer in enumerate(sorted(pool.window)):
-            scatter_records(records[index], on_device, pool.window[layer])
+            scatter_records(together[index], on_device, pool.window[layer])
 
     def acquire(self, key: bytes) -> None:
         """Keep an entry until `release`, from the decision to restore it on; a use of it.
@@ -212,6 +231,25 @@ class SnapshotStore:
         assert total == self._num_bytes, f"{total} bytes stored, {self._num_bytes} counted"
         assert total <= self._byte_budget, f"{total} bytes stored, budget {self._byte_budget}"
         assert all(entry.num_users >= 0 for entry in self._entries.values()), "released too often"
+
+    def _slots_of(self, target: SnapshotTarget, pool: CachePool, sliding_window: int) -> list[int]:
+        """Slots that the records of an entry go to, if it is what the target expects."""
+        entry = self._entry(target.key)
+        positions = _positions(target.num_tokens, sliding_window)
+        if entry.positions != positions:
+            raise ValueError(
+                f"key expected an entry of positions {positions.start} .. {positions.stop - 1}, "
+                f"got {entry.positions.start} .. {entry.positions.stop - 1}; "
+                "take the key from the hash of the last adopted block"
+            )
+        slots = _window_slots(pool, target.window_blocks, positions)
+        expected = (len(pool.window), len(positions), pool.window[min(pool.window)].shape[2])
+        if entry.records.shape != expected:
+            raise ValueError(
+                f"pool expected the (layers, rows, bytes) {tuple(entry.records.shape)} of the "
+                f"entry, got {expected}; use one store for one model"
+            )
+        return slots
 
     def _entry(self, key: bytes) -> _Entry:
         entry = self._entries.get(key)
@@ -246,6 +284,12 @@ def _positions(num_tokens: int, sliding_window: int) -> range:
             "a cold request has no snapshot"
         )
     return range(max(num_tokens - sliding_window + 1, 0), num_tokens)
+
+
+def _uploaded(slots: list[int], device: torch.device) -> Tensor:
+    """int64 on the device. From page-locked memory, so that no step is waited for."""
+    on_host = torch.tensor(slots, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return on_host.to(device, non_blocking=True)
 
 
 def _window_slots(pool: CachePool, window_blocks: Sequence[int], positions: range) -> list[int]:

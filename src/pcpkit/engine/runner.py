@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from pcpkit.cache.pool import CachePool, allocate_pool
-from pcpkit.cache.snapshot import SnapshotStore
+from pcpkit.cache.snapshot import SnapshotStore, SnapshotTarget
 from pcpkit.config import CacheConfig
 from pcpkit.engine.continuity import ComputedTokens
 from pcpkit.model.decoder import TextModel
@@ -138,8 +138,7 @@ class ModelRunner:
             sliding_window=self._model.config.sliding_window,
             trim=self._trim,
         ).to(self._model.device)
-        for move in restores:
-            self._restore(batch, move)
+        self._restore(batch, restores)
         logits = self._model.forward(plan, self._pool)
         for move in captures:
             self._capture(batch, move)
@@ -160,15 +159,20 @@ class ModelRunner:
         """A request ended or lost its blocks; its id may start again."""
         self._computed.forget(request_id)
 
-    def _restore(self, batch: StepBatch, move: SnapshotMove) -> None:
+    def _restore(self, batch: StepBatch, moves: Sequence[SnapshotMove]) -> None:
+        if not moves:
+            return
         assert self._snapshots is not None, "a restored snapshot has a store"
-        self._snapshots.restore(
-            move.key,
-            self._pool,
-            batch.window_block_table[move.request].tolist(),
-            num_tokens=move.num_tokens,
-            sliding_window=self._model.config.sliding_window,
-        )
+        targets = [
+            SnapshotTarget(
+                key=move.key,
+                window_blocks=batch.window_block_table[move.request].tolist(),
+                num_tokens=move.num_tokens,
+            )
+            for move in moves
+        ]
+        window = self._model.config.sliding_window
+        self._snapshots.restore_all(targets, self._pool, sliding_window=window)
 
     def _capture(self, batch: StepBatch, move: SnapshotMove) -> None:
         assert self._snapshots is not None, "a captured snapshot has a store"
