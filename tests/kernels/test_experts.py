@@ -31,12 +31,8 @@ few = settings(max_examples=8)
 seeds = st.integers(0, 2**31)
 
 SMALL = ExpertChoice(block_rows=16, block_weights=64, num_warps=4, num_stages=2)
-CHOICES = (
-    SMALL,
-    ExpertChoice(block_rows=32, block_weights=128, num_warps=8, num_stages=3),
-    ExpertChoice(block_rows=64, block_weights=256, num_warps=8, num_stages=3),
-    ExpertChoice(block_rows=128, block_weights=256, num_warps=8, num_stages=3),
-)
+# All that `choose_experts` gives for 384 experts, and a small one.
+CHOICES = (SMALL, *(grouped.choose_experts(384 * mean, 384) for mean in (12, 1, 29, 73)))
 
 
 def run(inputs: ExpertInputs, device: str, choice: ExpertChoice = SMALL) -> Tensor:
@@ -358,7 +354,7 @@ def test_public_function_names_what_does_not_fit() -> None:
 
 @pytest.mark.parametrize(
     ("num_pairs", "num_experts", "rows", "weights"),
-    [(24576, 384, 64, 256), (98304, 384, 128, 256), (6144, 384, 32, 128), (48, 384, 16, 64)],
+    [(24576, 384, 64, 128), (98304, 384, 128, 256), (6144, 384, 32, 128), (48, 384, 16, 128)],
 )
 def test_launch_choice(num_pairs: int, num_experts: int, rows: int, weights: int) -> None:
     choice = grouped.choose_experts(num_pairs, num_experts)

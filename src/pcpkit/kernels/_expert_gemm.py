@@ -246,22 +246,29 @@ class ExpertChoice:
     block_weights: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
 
 def choose_experts(num_pairs: int, num_experts: int) -> ExpertChoice:
     """Tile by the mean number of pairs an expert.
 
-    A second tile of an expert decodes its weights once more; padding costs tensor core time. Wide
-    weight tiles spare L2: every program reads its own copy of the rows.
+    A second tile of an expert decodes its weights once more; padding costs tensor core time. A
+    program decodes and multiplies in turn, so three small ones share an SM (168 registers a thread)
+    and one multiplies while another decodes. From 72 pairs on, fewer programs that each read the
+    rows count for more.
     """
     mean = num_pairs / num_experts
     if mean > 72:
         return ExpertChoice(block_rows=128, block_weights=256, num_warps=8, num_stages=3)
-    if mean > 24:
-        return ExpertChoice(block_rows=64, block_weights=256, num_warps=8, num_stages=3)
-    if mean > 8:
-        return ExpertChoice(block_rows=32, block_weights=128, num_warps=8, num_stages=3)
-    return ExpertChoice(block_rows=16, block_weights=64, num_warps=4, num_stages=4)
+    if mean > 11:
+        return ExpertChoice(
+            block_rows=64 if mean > 28 else 32,
+            block_weights=128,
+            num_warps=4,
+            num_stages=3,
+            max_registers=168,
+        )
+    return ExpertChoice(block_rows=16, block_weights=128, num_warps=4, num_stages=3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -405,4 +412,5 @@ def expert_gemm(
         BLOCK_EXPERTS=triton.next_power_of_2(num_experts),
         num_warps=choice.num_warps,
         num_stages=choice.num_stages,
+        maxnreg=choice.max_registers,
     )
