@@ -6,7 +6,8 @@
 
 A hit brings the compressed KV and index keys of the prefix, but no window KV: `--replay` says how
 that is rebuilt. The requests come in waves, one with each prefix: the first wave finds nothing, the
-second finds the prefix, and with `snapshot` it leaves what the third wave only has to copy.
+second finds the prefix. With `snapshot` it leaves what the third wave only has to copy; where the
+full blocks of a prompt end with the prefix, as by default, the first wave has left it already.
 
 `--verify` runs all requests again without a cache, on the same ranks. The exit code, the same on
 every rank: 0, 1 if an answer differs although the policy is exact, 2 for bad input, 3 if a rank was

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pcpkit.cache.pool import CachePool
-from pcpkit.cache.snapshot import SnapshotStore, SnapshotTarget
+from pcpkit.cache.snapshot import SnapshotPlace, SnapshotStore
 
 RECORD_BYTES = 3
 BLOCK_SIZE = 4
@@ -222,8 +222,8 @@ def test_a_refusal_changes_nothing(
     store.check_invariants()
 
 
-def _target(key: bytes, window_blocks: list[int], num_tokens: int = 8) -> SnapshotTarget:
-    return SnapshotTarget(key=key, window_blocks=window_blocks, num_tokens=num_tokens)
+def _place(key: bytes, window_blocks: list[int], num_tokens: int = 8) -> SnapshotPlace:
+    return SnapshotPlace(key=key, window_blocks=window_blocks, num_tokens=num_tokens)
 
 
 def test_several_are_restored_as_one_by_one() -> None:
@@ -232,10 +232,10 @@ def test_several_are_restored_as_one_by_one() -> None:
     for key, num_tokens in ((b"a", 8), (b"b", 6), (b"c", 1)):
         _capture(store, key, source, num_tokens)
     targets = [
-        _target(b"a", [-1, 3]),
-        _target(b"c", [2], num_tokens=1),
-        _target(b"b", [0, 4], num_tokens=6),
-        _target(b"a", [-1, 5]),
+        _place(b"a", [-1, 3]),
+        _place(b"c", [2], num_tokens=1),
+        _place(b"b", [0, 4], num_tokens=6),
+        _place(b"a", [-1, 5]),
     ]
     single, together = _pool(), _pool()
     for one in targets:
@@ -250,13 +250,55 @@ def test_several_are_restored_as_one_by_one() -> None:
     store.restore_all([], together, sliding_window=WINDOW)
 
 
-@pytest.mark.parametrize("wrong", [_target(b"b", [4, 5]), _target(b"a", [4, -1])])
-def test_if_one_cannot_be_restored_none_is(wrong: SnapshotTarget) -> None:
+def test_several_are_captured_as_one_by_one() -> None:
+    """Of different lengths, one of them twice, one stored already: that one counts as used."""
+    pool = _pool(seed=2)
+    places = [
+        _place(b"a", [1, 0]),
+        _place(b"c", [2], num_tokens=1),
+        _place(b"old", [1, 0]),
+        _place(b"b", [5, 3], num_tokens=6),
+        _place(b"a", [1, 0]),
+    ]
+    single, together = SnapshotStore(1000), SnapshotStore(1000)
+    for store in (single, together):
+        _capture(store, b"old", pool)
+        _capture(store, b"older", pool)
+    for one in places:
+        single.capture(
+            one.key, pool, one.window_blocks, num_tokens=one.num_tokens, sliding_window=WINDOW
+        )
+    assert together.capture_all(places, pool, sliding_window=WINDOW) == [True] * 5
+    together.check_invariants()
+    assert list(together._entries) == [b"older", b"old", b"a", b"c", b"b"]
+    for key, entry in together._entries.items():
+        assert torch.equal(entry.records, single._entries[key].records)
+        assert entry.positions == single._entries[key].positions
+        assert entry.records.untyped_storage().nbytes() == entry.records.nbytes
+    assert together.capture_all([], pool, sliding_window=WINDOW) == []
+
+
+def test_what_is_captured_together_does_not_evict_one_another() -> None:
+    store, pool = SnapshotStore(2 * _entry_bytes()), _pool()
+    for key in (b"x", b"y"):
+        _capture(store, key)
+    store.acquire(b"x")
+    places = [_place(key, [1, 0]) for key in (b"a", b"b")]
+    assert store.capture_all(places, pool, sliding_window=WINDOW) == [True, False]
+    assert (list(store._entries), store.num_evictions, store.num_refused) == ([b"x", b"a"], 1, 1)
+    with pytest.raises(ValueError, match="window_blocks expected"):
+        store.capture_all([_place(b"c", [1, 0]), _place(b"d", [1])], pool, sliding_window=WINDOW)
+    assert list(store._entries) == [b"x", b"a"]
+    store.check_invariants()
+
+
+@pytest.mark.parametrize("wrong", [_place(b"b", [4, 5]), _place(b"a", [4, -1])])
+def test_if_one_cannot_be_restored_none_is(wrong: SnapshotPlace) -> None:
     store, pool = SnapshotStore(1000), _pool()
     _capture(store, b"a")
     _capture(store, b"c")
     with pytest.raises(ValueError, match="expected"):
-        store.restore_all([_target(b"a", [2, 3]), wrong], pool, sliding_window=WINDOW)
+        store.restore_all([_place(b"a", [2, 3]), wrong], pool, sliding_window=WINDOW)
     for layer, window in _pool().window.items():
         assert torch.equal(pool.window[layer], window)
     assert list(store._entries) == [b"a", b"c"]

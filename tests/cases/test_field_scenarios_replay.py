@@ -36,8 +36,11 @@ from .tiny import (
 )
 
 BOTH = pytest.mark.parametrize("model_of", [flow_model, real_model], ids=["flow", "real"])
+# Without snapshots at the ends of prompts, so that a repeated prompt has something to replay.
 REPLAYS = pytest.mark.parametrize(
-    "replay", [BoundedReplay(), ExactReplay(), SnapshotReplay()], ids=lambda p: type(p).__name__
+    "replay",
+    [BoundedReplay(), ExactReplay(), SnapshotReplay(keeps_prompt_ends=False)],
+    ids=lambda p: type(p).__name__,
 )
 ModelOf = Callable[[], TextModel]
 

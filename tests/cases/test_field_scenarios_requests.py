@@ -53,9 +53,10 @@ ModelOf = Callable[[], TextModel]
         (NoReplay(), 0, 0),
         (BoundedReplay(), 24, 16),
         (ExactReplay(), 24, 10),
-        (SnapshotReplay(), 24, 10),
+        (SnapshotReplay(), 24, 20),
+        (SnapshotReplay(keeps_prompt_ends=False), 24, 10),
     ],
-    ids=["none", "bounded", "exact", "snapshot"],
+    ids=["none", "bounded", "exact", "snapshot", "snapshot of hits"],
 )
 def test_b130_a_resumed_request_prefills_what_it_had_sampled(
     model_of: ModelOf, replay: ReplayPolicy, hit: int, start: int, chunk: int
@@ -76,7 +77,7 @@ def test_b130_a_resumed_request_prefills_what_it_had_sampled(
         outputs += watched.step(chunk).finished
     assert state.stay is not None
     assert state.stay.replay.num_cached_tokens == hit
-    # P + 5 - hit, and what is replayed.
+    # P + 5 - hit, and what is replayed: from the end of the prompt's blocks, if a snapshot is there.
     cuts = [(begin, min(begin + chunk, 29)) for begin in range(start, 29, chunk)]
     assert watched.rows()[before:] == [[("late", *cut)] for cut in cuts]
     outputs += watched.run()

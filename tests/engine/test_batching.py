@@ -29,7 +29,7 @@ def _rows(
     ring_block: int = 0,
     replay: ReplayPlan | None = None,
     restore: SnapshotPoint | None = None,
-    capture: SnapshotPoint | None = None,
+    captures: tuple[SnapshotPoint, ...] = (),
 ) -> ScheduledRows:
     tables = RequestTables(
         ring_block=ring_block,
@@ -48,7 +48,7 @@ def _rows(
             num_prefill_tokens=len(token_ids),
             num_published=0,
             restore=restore,
-            capture=capture,
+            captures=captures,
         ),
     )
     return ScheduledRows(state=state, start=start, num_rows=num_rows)
@@ -113,7 +113,7 @@ def test_only_prefills_that_nobody_looks_at_may_be_trimmed() -> None:
     plain = _rows([9, 8, 7], start=0, num_rows=3, logits="last")
     every = _rows([9, 8, 7], start=0, num_rows=3, logits="all")
     point = SnapshotPoint(key=b"k", num_tokens=2)
-    keeper = _rows([9, 8, 7], start=0, num_rows=1, capture=point)
+    keeper = _rows([9, 8, 7], start=0, num_rows=1, captures=(point,))
     decode = _rows([9, 8, 7], start=3, num_rows=0)
     rows = [plain, every, keeper]
     assert build_batch(rows, lookback=3).may_trim is None
@@ -130,9 +130,9 @@ def test_snapshots_move_in_the_first_step_and_when_their_rows_are_there() -> Non
     restored = _rows(
         range(20), start=8, num_rows=2, replay=_replay(8, 5, 5, 5, restore_at=8), restore=point
     )
-    early = _rows(range(20), start=0, num_rows=7, capture=point)
-    just = _rows(range(20), start=0, num_rows=8, capture=point)
-    past = _rows(range(20), start=3, num_rows=9, capture=point)
+    early = _rows(range(20), start=0, num_rows=7, captures=(point,))
+    just = _rows(range(20), start=0, num_rows=8, captures=(point,))
+    past = _rows(range(20), start=3, num_rows=9, captures=(point,))
     restores, captures = snapshot_moves([early, restored, just, past])
     assert restores == (SnapshotMove(request=1, key=b"k", num_tokens=8),)
     assert [move.request for move in captures] == [2, 3]
@@ -151,7 +151,7 @@ def test_a_snapshot_within_the_hit_is_restored_where_it_stands(
         window_blocks=(-1, 0, 1, 2, 3),
         replay=_replay(12, 5, 5, 5, restore_at=8),
         restore=SnapshotPoint(key=b"near", num_tokens=8),
-        capture=SnapshotPoint(key=b"end", num_tokens=12),
+        captures=(SnapshotPoint(key=b"end", num_tokens=12),),
     )
     batch = build_batch([rows], lookback=3)
     check_batch(batch)

@@ -216,14 +216,16 @@ class EngineMachine(RuleBasedStateMachine):
             self.check_bytes()
         for state in self.engine._scheduler._running:
             assert state.stay is not None
-            plan, restore, capture = state.stay.replay, state.stay.restore, state.stay.capture
+            plan, restore, captures = state.stay.replay, state.stay.restore, state.stay.captures
             adopted = plan.num_cached_tokens // BLOCK
             assert all(blocks.is_cached(block) for block in state.tables.blocks[:adopted])
             # Nothing is held of a snapshot that was copied, and no other one is to be kept.
             assert restore is None, "a snapshot is held behind the step that copied it"
-            if capture is not None:
-                assert capture.key == state.hashes[adopted - 1]
-                assert state.num_computed_tokens < capture.num_tokens == plan.num_cached_tokens
+            prompt_end = (state.num_prefill_tokens - 1) // BLOCK * BLOCK
+            for point in captures:
+                assert point.key == state.hashes[point.num_tokens // BLOCK - 1]
+                assert state.num_computed_tokens < point.num_tokens
+                assert point.num_tokens in (plan.num_cached_tokens, prompt_end)
 
 
 TestEngineMachine = EngineMachine.TestCase

@@ -33,7 +33,7 @@ def test_everything_that_happens_is_counted() -> None:
             window_block_size=4,
             num_spare_blocks=0,
         ),
-        replay=SnapshotReplay(),
+        replay=SnapshotReplay(keeps_prompt_ends=False),
         snapshots=SnapshotStore(10**6),
         metrics=EngineMetrics(registry),
         clock=lambda: float(next(ticks)),

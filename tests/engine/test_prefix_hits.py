@@ -400,11 +400,12 @@ def test_a_near_snapshot_is_better_than_a_cone(chunk: int) -> None:
 
 def test_a_budget_of_one_snapshot_keeps_the_last() -> None:
     """A budget of one entry: each prefix pushes the other's out."""
-    engine = _engine(SnapshotReplay())
+    hits_only = SnapshotReplay(keeps_prompt_ends=False)
+    engine = _engine(hits_only)
     list(_one_by_one(engine, [_ask("0", 0), _ask("1", 1)]))
     assert engine._snapshots is not None
     size = engine._snapshots.num_bytes
-    engine = _engine(SnapshotReplay(), budget=size)
+    engine = _engine(hits_only, budget=size)
     other = random_prompt(64, 50)
     asked = [
         _ask("0", 0),

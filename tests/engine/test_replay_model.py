@@ -38,7 +38,8 @@ from .small_model import micro_model, random_prompt, request
 
 # An example runs some ten steps of 0.05 s and a cold run of each request.
 SOME = settings(max_examples=4)
-EXACT: list[ReplayPolicy] = [ExactReplay(), SnapshotReplay()]
+HITS_ONLY = SnapshotReplay(keeps_prompt_ends=False)
+EXACT: list[ReplayPolicy] = [ExactReplay(), SnapshotReplay(), HITS_ONLY]
 
 
 COLD_RUNS: WeakKeyDictionary[TextModel, dict[object, Run]] = WeakKeyDictionary()
@@ -233,7 +234,11 @@ def test_the_small_model_replays_its_whole_cone(model: TextModel) -> None:
         )
         for seed in range(3)
     ]
-    for replay, rows in ((ExactReplay(), [0, 105, 105]), (SnapshotReplay(), [0, 105, 0])):
+    for replay, rows in (
+        (ExactReplay(), [0, 105, 105]),
+        (HITS_ONLY, [0, 105, 0]),
+        (SnapshotReplay(), [0, 0, 0]),
+    ):
         run = _run(model, asked, config, replay)
         assert [output.num_replayed_rows for output in run.outputs] == rows
         _assert_cold(model, run, config)
@@ -263,7 +268,7 @@ def test_a_snapshot_within_the_hit_gives_the_bits_of_a_cold_run(
             )
         )
     ]
-    run = _run(model, asked, config, SnapshotReplay())
+    run = _run(model, asked, config, HITS_ONLY)
     assert [output.num_cached_tokens for output in run.outputs] == [0, 112, 128, 128]
     assert [output.num_replayed_rows for output in run.outputs] == [0, 105, 16, 0]
     _assert_cold(model, run, config)
@@ -289,7 +294,11 @@ def test_the_tiny_preset_replays_exactly(tiny: TextModel) -> None:
         )
         for seed in range(3)
     ]
-    for replay, rows in ((ExactReplay(), [0, 180, 180]), (SnapshotReplay(), [0, 180, 0])):
+    for replay, rows in (
+        (ExactReplay(), [0, 180, 180]),
+        (HITS_ONLY, [0, 180, 0]),
+        (SnapshotReplay(), [0, 0, 0]),
+    ):
         run = _run(tiny, asked, config, replay)
         assert [output.num_cached_tokens for output in run.outputs] == [0, 256, 256]
         assert [output.num_replayed_rows for output in run.outputs] == rows

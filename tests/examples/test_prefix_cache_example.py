@@ -63,7 +63,8 @@ CONE = (WINDOW - 1) * LAYERS
         ("none", (0, 0, 0), (0, 0, 0)),
         ("bounded", (0, PREFIX, PREFIX), (0, WINDOW, WINDOW)),
         ("exact", (0, PREFIX, PREFIX), (0, CONE, CONE)),
-        ("snapshot", (0, PREFIX, PREFIX), (0, CONE, 0)),
+        # The full blocks of a prompt end with the prefix: the first use leaves a snapshot there.
+        ("snapshot", (0, PREFIX, PREFIX), (0, 0, 0)),
     ],
 )
 def test_what_each_policy_computes(

@@ -14,6 +14,8 @@ what; all of them leave the cached bytes below H as they are.
 - `SnapshotReplay`: the first hit that ends at H does that, then keeps the window records before H;
   later hits that end there copy them back and compute nothing below H. A longer hit may copy them
   back too: it runs the rows from there to its own end in all layers, and keeps the records there.
+  Every prefill keeps those before its own end as well, for whoever sends that prompt again or goes
+  on from it.
 
 All the cached prefix is adopted, or nothing: where the rows start does not change what is written.
 
@@ -144,6 +146,11 @@ class ReplayPolicy(Protocol):
         """Whether `snapshot_tokens` matters and a plan may have `restore_at` or `capture`."""
         ...
 
+    @property
+    def keeps_prompt_ends(self) -> bool:
+        """Whether a prefill keeps a snapshot where its last full block ends, hit or not."""
+        ...
+
     def plan(
         self, num_hit_tokens: int, shape: ReplayShape, *, snapshot_tokens: int, blocks_exact: bool
     ) -> ReplayPlan:
@@ -170,6 +177,7 @@ class NoReplay:
 
     exact_only = True
     uses_snapshots = False
+    keeps_prompt_ends = False
 
     def plan(
         self, num_hit_tokens: int, shape: ReplayShape, *, snapshot_tokens: int, blocks_exact: bool
@@ -192,6 +200,7 @@ class BoundedReplay:
 
     exact_only = False
     uses_snapshots = False
+    keeps_prompt_ends = False
 
     def plan(
         self, num_hit_tokens: int, shape: ReplayShape, *, snapshot_tokens: int, blocks_exact: bool
@@ -226,6 +235,7 @@ class ExactReplay:
 
     exact_only = True
     uses_snapshots = False
+    keeps_prompt_ends = False
 
     def plan(
         self, num_hit_tokens: int, shape: ReplayShape, *, snapshot_tokens: int, blocks_exact: bool
@@ -243,6 +253,10 @@ class SnapshotReplay:
     Whichever runs fewer rows, summed over the layers. A hit of fewer than W tokens without a
     snapshot is cold, and leaves none.
 
+    Args:
+        keeps_prompt_ends: see `ReplayPolicy`. Off, only hits leave snapshots: less to copy and to
+            keep where no prompt comes again and none is gone on from.
+
     Example:
         >>> shape = ReplayShape(num_layers=3, sliding_window=5, block_size=8)
         >>> first = SnapshotReplay().plan(16, shape, snapshot_tokens=0, blocks_exact=True)
@@ -258,6 +272,7 @@ class SnapshotReplay:
 
     exact_only = True
     uses_snapshots = True
+    keeps_prompt_ends: bool = True
 
     def plan(
         self, num_hit_tokens: int, shape: ReplayShape, *, snapshot_tokens: int, blocks_exact: bool

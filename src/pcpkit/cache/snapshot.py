@@ -23,15 +23,15 @@ from pcpkit.kernels.record_move import gather_records, scatter_records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotTarget:
-    """A request that an entry is restored into."""
+class SnapshotPlace:
+    """Where the window records of an entry lie in the caches, or are to lie."""
 
     key: bytes
     """Block hash of the prefix that ends at ``num_tokens``."""
     window_blocks: Sequence[int]
-    """The request's row of the window block table, by logical block."""
+    """A request's row of the window block table, by logical block."""
     num_tokens: int
-    """H, where the request goes on."""
+    """H, the end of the prefix."""
 
 
 @dataclass(slots=True, eq=False)
@@ -133,26 +133,49 @@ class SnapshotStore:
         Raises:
             ValueError: a block that is needed is not mapped, or a size is out of range.
         """
-        positions = _positions(num_tokens, sliding_window)
-        slots = _window_slots(pool, window_blocks, positions)
-        if key in self._entries:
-            self._entries.move_to_end(key)
-            return True
-        if not self._make_room(_num_layer_bytes(pool) * len(slots)):
-            self._num_refused += 1
-            return False
-        first = pool.window[min(pool.window)]
-        on_device = _uploaded(slots, first.device)
-        records = torch.stack(
-            [gather_records(pool.window[layer], on_device) for layer in sorted(pool.window)]
-        )
-        if self._pinned_host and records.is_cuda:
-            # Ordered by the stream, and the host allocator waits for the copy before any reuse.
-            pinned = torch.empty(records.shape, dtype=records.dtype, pin_memory=True)
-            records = pinned.copy_(records, non_blocking=True)
-        self._entries[key] = _Entry(records, positions, 0)
-        self._num_bytes += records.nbytes
-        return True
+        place = SnapshotPlace(key=key, window_blocks=window_blocks, num_tokens=num_tokens)
+        return self.capture_all([place], pool, sliding_window=sliding_window)[0]
+
+    def capture_all(
+        self, places: Sequence[SnapshotPlace], pool: CachePool, *, sliding_window: int
+    ) -> list[bool]:
+        """`capture` for several requests at once, with about as many launches as for one.
+
+        Args:
+            places: a key may stand twice. Keys that are stored already are marked as used first,
+                and what is stored by one call is not evicted by it.
+            pool, sliding_window: as in `capture`.
+
+        Returns:
+            Of each, whether its key is stored now.
+
+        Raises:
+            ValueError: as in `capture`, for any of them; nothing was stored.
+        """
+        spans = [_positions(place.num_tokens, sliding_window) for place in places]
+        slots = [
+            _window_slots(pool, place.window_blocks, span)
+            for place, span in zip(places, spans, strict=True)
+        ]
+        for place in places:
+            if place.key in self._entries:
+                self._entries.move_to_end(place.key)
+        taken: dict[bytes, int] = {}
+        num_bytes = 0
+        for index, place in enumerate(places):
+            if place.key in self._entries or place.key in taken:
+                continue
+            more = _num_layer_bytes(pool) * len(spans[index])
+            if self._make_room(num_bytes + more):
+                taken[place.key] = index
+                num_bytes += more
+            else:
+                self._num_refused += 1
+        copies = self._copies(pool, [slots[index] for index in taken.values()])
+        for (key, index), records in zip(taken.items(), copies, strict=True):
+            self._entries[key] = _Entry(records, spans[index], 0)
+            self._num_bytes += records.nbytes
+        return [place.key in self._entries for place in places]
 
     def restore(
         self,
@@ -176,30 +199,28 @@ class SnapshotStore:
             ValueError: the key is not stored, the entry holds other positions or fits another pool,
                 or as in `capture`; nothing was written.
         """
-        target = SnapshotTarget(key=key, window_blocks=window_blocks, num_tokens=num_tokens)
-        self.restore_all([target], pool, sliding_window=sliding_window)
+        place = SnapshotPlace(key=key, window_blocks=window_blocks, num_tokens=num_tokens)
+        self.restore_all([place], pool, sliding_window=sliding_window)
 
     def restore_all(
-        self, targets: Sequence[SnapshotTarget], pool: CachePool, *, sliding_window: int
+        self, places: Sequence[SnapshotPlace], pool: CachePool, *, sliding_window: int
     ) -> None:
         """`restore` for several requests at once: as many launches as for one.
 
         Args:
-            targets: of requests that share no window block; a key may stand twice.
+            places: of requests that share no window block; a key may stand twice.
             pool, sliding_window: as in `restore`.
 
         Raises:
             ValueError: as in `restore`, for any of them; nothing was written.
         """
-        if not targets:
+        if not places:
             return
-        slots = [slot for one in targets for slot in self._slots_of(one, pool, sliding_window)]
-        device = pool.window[min(pool.window)].device
-        records = [
-            self._entries[one.key].records.to(device, non_blocking=True) for one in targets
-        ]
-        for one in targets:
-            self._entries.move_to_end(one.key)
+        slots = [slot for place in places for slot in self._slots_of(place, pool, sliding_window)]
+        device = _device(pool)
+        records = [self._entries[one.key].records.to(device, non_blocking=True) for one in places]
+        for place in places:
+            self._entries.move_to_end(place.key)
         together = records[0] if len(records) == 1 else torch.cat(records, dim=1)
         on_device = _uploaded(slots, device)
         for index, layer in enumerate(sorted(pool.window)):
@@ -232,17 +253,40 @@ class SnapshotStore:
         assert total <= self._byte_budget, f"{total} bytes stored, budget {self._byte_budget}"
         assert all(entry.num_users >= 0 for entry in self._entries.values()), "released too often"
 
-    def _slots_of(self, target: SnapshotTarget, pool: CachePool, sliding_window: int) -> list[int]:
-        """Slots that the records of an entry go to, if it is what the target expects."""
-        entry = self._entry(target.key)
-        positions = _positions(target.num_tokens, sliding_window)
+    def _copies(self, pool: CachePool, slots: Sequence[list[int]]) -> list[Tensor]:
+        """The records of each list of slots, all layers, where entries are kept."""
+        if not slots:
+            return []
+        on_device = _uploaded([slot for its in slots for slot in its], _device(pool))
+        records = torch.stack(
+            [gather_records(pool.window[layer], on_device) for layer in sorted(pool.window)]
+        )
+        # Each in memory of its own, since it may leave before the others.
+        parts = [
+            part.clone(memory_format=torch.contiguous_format)
+            for part in records.split([len(its) for its in slots], dim=1)
+        ]
+        if not self._pinned_host or not records.is_cuda:
+            return parts
+        # Ordered by the stream, and the host allocator waits for a copy before any reuse.
+        return [
+            torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(
+                part, non_blocking=True
+            )
+            for part in parts
+        ]
+
+    def _slots_of(self, place: SnapshotPlace, pool: CachePool, sliding_window: int) -> list[int]:
+        """Slots that the records of an entry go to, if it is one of these positions."""
+        entry = self._entry(place.key)
+        positions = _positions(place.num_tokens, sliding_window)
         if entry.positions != positions:
             raise ValueError(
                 f"key expected an entry of positions {positions.start} .. {positions.stop - 1}, "
                 f"got {entry.positions.start} .. {entry.positions.stop - 1}; "
                 "take the key from the hash of the last adopted block"
             )
-        slots = _window_slots(pool, target.window_blocks, positions)
+        slots = _window_slots(pool, place.window_blocks, positions)
         expected = (len(pool.window), len(positions), pool.window[min(pool.window)].shape[2])
         if entry.records.shape != expected:
             raise ValueError(
@@ -269,6 +313,10 @@ class SnapshotStore:
             self._num_bytes -= self._entries.pop(key).records.nbytes
             self._num_evictions += 1
         return True
+
+
+def _device(pool: CachePool) -> torch.device:
+    return pool.window[min(pool.window)].device
 
 
 def _num_layer_bytes(pool: CachePool) -> int:

@@ -23,7 +23,7 @@ class Adoption:
     blocks: tuple[int, ...] = ()
     """Blocks of the adopted tokens."""
     restore: SnapshotPoint | None = None
-    capture: SnapshotPoint | None = None
+    captures: tuple[SnapshotPoint, ...] = ()
     """See `Stay`, both."""
     num_refused: int = 0
     """Cached blocks that an exact policy leaves alone because they are approximate."""
@@ -55,6 +55,7 @@ class PrefixReader:
         policy: what a hit computes.
         shape: of the model and its caches.
         snapshots: for a policy that uses them.
+        keeps_prompt_ends: whether a prefill keeps a snapshot at its last full block.
     """
 
     def __init__(
@@ -63,12 +64,15 @@ class PrefixReader:
         policy: ReplayPolicy,
         shape: ReplayShape,
         snapshots: SnapshotStore | None,
+        *,
+        keeps_prompt_ends: bool = False,
     ) -> None:
         self._prefix = prefix
         self._policy = policy
         self._shape = shape
         self._block_size = shape.block_size
         self._snapshots = snapshots if policy.uses_snapshots else None
+        self._keeps_prompt_ends = keeps_prompt_ends
 
     def reads(self, state: RequestState) -> bool:
         """Whether a request looks up at all: not if it needs the logits of every prompt row."""
@@ -85,7 +89,7 @@ class PrefixReader:
             plan=plan,
             blocks=match.blocks[: plan.num_cached_tokens // self._block_size],
             restore=self._point(hashes, plan.restore_at) if plan.restore_at else None,
-            capture=self._point(hashes, plan.num_cached_tokens) if plan.capture else None,
+            captures=self._captures(hashes, plan),
             num_refused=match.num_refused,
         )
 
@@ -135,9 +139,9 @@ class PrefixReader:
             found.blocks[name] = BlockUnderWay(
                 priority=min(own.priority, other.priority), exact=own.exact or other.exact
             )
-        if state.stay.capture is not None:
-            key = state.stay.capture.key
-            found.snapshots[key] = min(own.priority, found.snapshots.get(key, own.priority))
+        for point in state.stay.captures:
+            best = found.snapshots.get(point.key, own.priority)
+            found.snapshots[point.key] = min(own.priority, best)
 
     @staticmethod
     def _is_too_small(snapshots: SnapshotStore) -> bool:
@@ -152,6 +156,14 @@ class PrefixReader:
 
     def _point(self, hashes: list[bytes], num_tokens: int) -> SnapshotPoint:
         return SnapshotPoint(key=hashes[num_tokens // self._block_size - 1], num_tokens=num_tokens)
+
+    def _captures(self, hashes: list[bytes], plan: ReplayPlan) -> tuple[SnapshotPoint, ...]:
+        """Snapshots to keep: at the end of the hit, and at that of all the full blocks."""
+        wanted = {plan.num_cached_tokens} if plan.capture else set[int]()
+        end = len(hashes) * self._block_size
+        if self._keeps_prompt_ends and end > plan.restore_at:
+            wanted.add(end)
+        return tuple(self._point(hashes, num_tokens) for num_tokens in sorted(wanted))
 
     def _plan(self, hashes: list[bytes], exact: bool, kept: Collection[bytes] = ()) -> ReplayPlan:
         """The policy's plan for a cached prefix, with the last snapshot in it.

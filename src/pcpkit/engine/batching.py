@@ -56,7 +56,7 @@ def snapshot_moves(
     captures = tuple(
         SnapshotMove(request=index, key=point.key, num_tokens=point.num_tokens)
         for index, rows in enumerate(scheduled)
-        if (point := rows.stay.capture) is not None and rows.captures
+        for point in rows.captures
     )
     return restores, captures
 

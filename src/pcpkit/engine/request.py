@@ -188,8 +188,8 @@ class Stay:
     """Leading blocks that are in the prefix cache: adopted ones, and own ones since."""
     restore: SnapshotPoint | None = None
     """Copied back before the first step; held in the store until that step is done."""
-    capture: SnapshotPoint | None = None
-    """To be kept as soon as so many tokens are computed; None: nothing, or done."""
+    captures: tuple[SnapshotPoint, ...] = ()
+    """To be kept, each as soon as so many tokens are computed; without those that are."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from pcpkit.cache.pool import CachePool, allocate_pool
-from pcpkit.cache.snapshot import SnapshotStore, SnapshotTarget
+from pcpkit.cache.snapshot import SnapshotPlace, SnapshotStore
 from pcpkit.config import CacheConfig
 from pcpkit.engine.continuity import ComputedTokens
 from pcpkit.model.decoder import TextModel
@@ -140,8 +140,7 @@ class ModelRunner:
         ).to(self._model.device)
         self._restore(batch, restores)
         logits = self._model.forward(plan, self._pool)
-        for move in captures:
-            self._capture(batch, move)
+        self._capture(batch, captures)
         self._computed.advance(batch, request_ids)
         self._observe(
             ComputedStep(
@@ -160,32 +159,30 @@ class ModelRunner:
         self._computed.forget(request_id)
 
     def _restore(self, batch: StepBatch, moves: Sequence[SnapshotMove]) -> None:
-        if not moves:
-            return
-        assert self._snapshots is not None, "a restored snapshot has a store"
-        targets = [
-            SnapshotTarget(
-                key=move.key,
-                window_blocks=batch.window_block_table[move.request].tolist(),
-                num_tokens=move.num_tokens,
-            )
-            for move in moves
-        ]
-        window = self._model.config.sliding_window
-        self._snapshots.restore_all(targets, self._pool, sliding_window=window)
+        if moves:
+            assert self._snapshots is not None, "a restored snapshot has a store"
+            window = self._model.config.sliding_window
+            self._snapshots.restore_all(_places(batch, moves), self._pool, sliding_window=window)
 
-    def _capture(self, batch: StepBatch, move: SnapshotMove) -> None:
-        assert self._snapshots is not None, "a captured snapshot has a store"
-        self._snapshots.capture(
-            move.key,
-            self._pool,
-            batch.window_block_table[move.request].tolist(),
-            num_tokens=move.num_tokens,
-            sliding_window=self._model.config.sliding_window,
-        )
+    def _capture(self, batch: StepBatch, moves: Sequence[SnapshotMove]) -> None:
+        if moves:
+            assert self._snapshots is not None, "a captured snapshot has a store"
+            window = self._model.config.sliding_window
+            self._snapshots.capture_all(_places(batch, moves), self._pool, sliding_window=window)
 
     def _deal(self, batch: StepBatch) -> Partition:
         lengths, size = batch.query_lens.tolist(), self._model.groups.pcp.size
         if size == 1:
             return whole_batch(lengths)
         return make_partition(lengths, batch.is_prefilling.tolist(), size, self._strategy)
+
+
+def _places(batch: StepBatch, moves: Sequence[SnapshotMove]) -> list[SnapshotPlace]:
+    return [
+        SnapshotPlace(
+            key=move.key,
+            window_blocks=batch.window_block_table[move.request].tolist(),
+            num_tokens=move.num_tokens,
+        )
+        for move in moves
+    ]

@@ -34,7 +34,7 @@ from pcpkit.cache.replay import ReplayPlan, rows_to_compute
 from pcpkit.cache.snapshot import SnapshotStore
 from pcpkit.engine.adoption import Adoption, PrefixReader, UnderWay
 from pcpkit.engine.publishing import PrefixPublisher
-from pcpkit.engine.request import Phase, RequestState, Stay
+from pcpkit.engine.request import Phase, RequestState, SnapshotPoint, Stay
 from pcpkit.engine.row_budget import RankLimit, RowBudget
 from pcpkit.engine.tables import CacheTables, RequestTables
 
@@ -92,15 +92,15 @@ class ScheduledRows:
         return int(self.samples)
 
     @property
-    def captures(self) -> bool:
-        """True if a snapshot is to be kept after the step."""
-        return self.stay.capture is not None and self.stay.capture.num_tokens <= self.end
+    def captures(self) -> tuple[SnapshotPoint, ...]:
+        """Snapshots to be kept after the step."""
+        return tuple(point for point in self.stay.captures if point.num_tokens <= self.end)
 
     @property
     def may_trim(self) -> bool:
         """True if no row but the last one is needed above the last KV source."""
         # Rows that a snapshot keeps must all be there, and have been computed from whole windows.
-        wanted = self.state.request.params.logits == "all" or self.stay.capture is not None
+        wanted = self.state.request.params.logits == "all" or bool(self.stay.captures)
         return self.state.is_prefilling and not wanted
 
 
@@ -190,8 +190,8 @@ class Scheduler:
     def advance(self, rows: ScheduledRows) -> None:
         """Account for rows that were computed: publish full blocks, retire window blocks."""
         rows.state.num_computed_tokens = rows.end
-        if rows.captures:
-            rows.stay.capture = None
+        kept = rows.captures
+        rows.stay.captures = tuple(point for point in rows.stay.captures if point not in kept)
         self._let_snapshot_go(rows.stay)
         self._publisher.publish(rows.state)
         self._tables.retire(rows.tables, rows.end)
@@ -319,7 +319,7 @@ class Scheduler:
             num_prefill_tokens=len(state.token_ids),
             num_published=len(adoption.blocks),
             restore=adoption.restore,
-            capture=adoption.capture,
+            captures=adoption.captures,
         )
         if adoption.restore is not None:
             assert self._snapshots is not None, "a restored snapshot has a store"
