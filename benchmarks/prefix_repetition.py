@@ -16,8 +16,9 @@ the others find their prefix (70): 8 x 1,088 + 70 x 1,024 = 78 x 1,024 + 8 x 64 
 
 *Comparison.* Every policy gets an engine of its own over one loaded model. The run without a cache
 comes first; the answers of exact policies (token and logits of every request) must equal it in
-every bit, or nothing is reported. On a GPU each policy first serves the same shapes with other
-tokens, so that nothing is compiled in the measured time.
+every bit, or nothing is reported. On a GPU each policy first serves the same workload in other
+token ids, so that nothing is compiled in the measured time; then all policies run `--rounds` times
+in turn, and times are of all rounds together.
 
 *Models.* With the small ones a step takes as long as its launches. `layer-slice` has the released
 widths in a few layers, random weights made on the device, and no file (benchmarks/layer_slice.py).
@@ -36,7 +37,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ from benchmarks.prefix_run import (
     engine_config,
     run_policy,
 )
-from benchmarks.prefix_workload import WorkloadShape, make_workload
+from benchmarks.prefix_workload import WorkloadShape, make_workload, with_other_tokens
 from benchmarks.report import append_rows, machine, results_file
 from pcpkit.engine import EngineConfig, load_model, open_checkpoint, resolve_device
 from pcpkit.engine.sizing import cache_config
@@ -84,6 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_num_layers(given)
         policies = check_policies(given.policies)
         shape = shape_of(given)
+        if given.rounds < 1:
+            raise ValueError(f"--rounds expected at least 1, got {given.rounds}; leave it out")
         config = config_of(given, shape)
         if given.plot:
             check_plotting()
@@ -97,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{time.monotonic() - began:5.0f} s  {line}", file=sys.stderr, flush=True)
 
     try:
-        rows = measure(policies, model, config, shape, say)
+        rows = measure(policies, model, config, shape, given.rounds, say)
     except WrongAnswer as error:
         print(f"WRONG: {error}; nothing is reported", file=sys.stderr)
         return 1
@@ -110,29 +113,34 @@ def measure(
     model: TextModel,
     config: EngineConfig,
     shape: WorkloadShape,
+    num_rounds: int,
     say: Callable[[str], None],
 ) -> list[PolicyRow]:
-    """Run all policies and compare their answers; the run without a cache is the first.
+    """Run all policies in turn and compare their answers; the run without a cache is the first.
 
     Raises:
         WrongAnswer: an exact policy differs from it.
     """
     prompts = make_workload(shape, model.config.vocab_size)
-    rehearsal = make_workload(replace(shape, seed=shape.seed + 1), model.config.vocab_size)
-    cold: PolicyRun | None = None
-    rows: list[PolicyRow] = []
-    for policy in policies:
-        if model.device.type == "cuda":
+    if model.device.type == "cuda":
+        rehearsal = with_other_tokens(prompts, model.config.vocab_size)
+        for policy in policies:
             run_policy(policy, model, config, rehearsal)
             say(f"{policy}: rehearsed")
-        run = run_policy(policy, model, config, prompts)
-        cold = cold or run
-        differing = differing_requests(cold, run)
-        say(f"{policy}: {run.seconds:.1f} s measured, {len(differing)} answers differ from cold")
-        if differing and POLICIES[policy]().exact_only:
-            raise WrongAnswer(f"{policy}: requests {', '.join(differing)} differ from a cold run")
-        rows.append(make_row(run, len(differing)))
-    return rows
+    cold: PolicyRun | None = None
+    runs: dict[str, list[PolicyRun]] = {policy: [] for policy in policies}
+    num_differing: dict[str, int] = {}
+    for _ in range(num_rounds):
+        for policy in policies:
+            run = run_policy(policy, model, config, prompts)
+            cold = cold or run
+            differing = differing_requests(cold, run)
+            say(f"{policy}: {run.seconds:.2f} s, {len(differing)} answers differ from cold")
+            if differing and POLICIES[policy]().exact_only:
+                raise WrongAnswer(f"{policy}: requests {', '.join(differing)} differ from cold")
+            runs[policy].append(run)
+            num_differing[policy] = len(differing)
+    return [make_row(runs[policy], num_differing[policy]) for policy in policies]
 
 
 def report(
@@ -146,6 +154,7 @@ def report(
         "concurrency": config.max_requests,
         "chunk_tokens": config.chunk_tokens,
         "block_size": config.block_size,
+        "rounds": given.rounds,
     }
     path = results_file(given.results, facts["gpu"], NAME)
     append_rows(path, rows, facts)
@@ -264,6 +273,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--warmups", type=int, default=shape.num_warmups, help="prompts sent before, and again")
     add("--concurrency", type=int, default=8, help="requests in the engine at any time")
     add("--seed", type=int, default=shape.seed)
+    add("--rounds", type=int, default=1, help="how often all policies run; default 1")
     add("--chunk-tokens", type=int, help="rows of a step at most; default 4096")
     add("--block-size", type=int, help="tokens of a cached block; default 64")
     add("--results", type=Path, default=RESULTS)

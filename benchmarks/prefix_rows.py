@@ -18,7 +18,8 @@ SETTLED_USE = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyRow:
-    """One policy. Times are of the measured prompts, everything else is of the warm-ups too.
+    """One policy. Times are of the measured prompts of all rounds; everything else is of one round,
+    the warm-ups included.
 
     Attributes:
         mean_ttft_s, median_ttft_s, p99_ttft_s: from submission to the first token.
@@ -31,7 +32,8 @@ class PolicyRow:
             (`Prompt.use`), at most; None if there is no such request.
         num_rows, num_replayed_rows: rows run in all, and those of them below a hit.
         num_differing: requests whose token or logits differ from the run without a cache.
-        ttfts_s: in the order sent.
+        seconds: from the first measured submission to the last answer, all rounds together.
+        ttfts_s: in the order sent, round by round.
     """
 
     policy: str
@@ -58,9 +60,11 @@ class PolicyRow:
         return self.num_hit_tokens / self.num_query_tokens
 
 
-def make_row(run: PolicyRun, num_differing: int) -> PolicyRow:
-    """Statistics of a run."""
-    measured = [served for served in run.served if not served.prompt.is_warmup]
+def make_row(rounds: Sequence[PolicyRun], num_differing: int) -> PolicyRow:
+    """Statistics of the rounds of one policy, which all decide alike."""
+    run = rounds[0]
+    measured = [served for one in rounds for served in one.served if not served.prompt.is_warmup]
+    seconds = sum(one.seconds for one in rounds)
     hits = [served.num_computed_rows for served in run.served if served.output.num_cached_tokens]
     settled = [s.num_computed_rows for s in run.served if s.prompt.use >= SETTLED_USE]
     ttfts = tuple(served.output.ttft_s for served in measured)
@@ -69,7 +73,7 @@ def make_row(run: PolicyRun, num_differing: int) -> PolicyRow:
         mean_ttft_s=statistics.fmean(ttfts),
         median_ttft_s=statistics.median(ttfts),
         p99_ttft_s=float(np.percentile(ttfts, 99)),
-        input_tokens_per_s=_num_tokens(measured) / run.seconds,
+        input_tokens_per_s=_num_tokens(measured) / seconds,
         num_requests=len(run.served),
         num_query_tokens=_num_tokens(run.served),
         num_hit_tokens=sum(served.output.num_cached_tokens for served in run.served),
@@ -80,7 +84,7 @@ def make_row(run: PolicyRun, num_differing: int) -> PolicyRow:
         num_rows=sum(served.num_computed_rows for served in run.served),
         num_replayed_rows=sum(served.output.num_replayed_rows for served in run.served),
         num_differing=num_differing,
-        seconds=run.seconds,
+        seconds=seconds,
         ttfts_s=ttfts,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 
@@ -83,6 +84,14 @@ class Prompt:
     token_ids: tuple[int, ...]
     use: int = 0
     is_warmup: bool = False
+
+
+def with_other_tokens(prompts: Sequence[Prompt], vocab_size: int) -> list[Prompt]:
+    """The same workload in other ids: what is equal stays equal, so every step has its shapes."""
+    return [
+        replace(prompt, token_ids=tuple(vocab_size - 1 - token for token in prompt.token_ids))
+        for prompt in prompts
+    ]
 
 
 def make_workload(shape: WorkloadShape, vocab_size: int) -> list[Prompt]:

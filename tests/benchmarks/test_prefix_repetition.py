@@ -160,7 +160,7 @@ def decide(policy: str) -> PolicyRow:
     """The reference workload under a policy."""
     prompts = make_workload(REFERENCE, VOCAB)
     config = engine_config(REFERENCE, concurrency=8, chunk_tokens=4096, block_size=64)
-    return make_row(run_policy(policy, no_model(), config, prompts), 0)
+    return make_row([run_policy(policy, no_model(), config, prompts)], 0)
 
 
 def test_without_a_cache_everything_runs() -> None:
@@ -269,7 +269,7 @@ KNOWN = PolicyRun(
 
 
 def test_statistics_of_known_numbers() -> None:
-    row = make_row(KNOWN, 1)
+    row = make_row([KNOWN], 1)
     assert (row.mean_ttft_s, row.median_ttft_s) == (3.0, 2.0)
     assert row.p99_ttft_s == pytest.approx(5.92)  # 98 % of the way from 2 to 6
     assert row.input_tokens_per_s == 75.0  # 300 measured tokens in 4 s
@@ -280,6 +280,11 @@ def test_statistics_of_known_numbers() -> None:
     assert (row.most_rows_per_hit, row.most_settled_rows) == (52, 36)
     assert (row.num_rows, row.num_replayed_rows) == (208, 32)
     assert row.ttfts_s == (1.0, 2.0, 6.0)
+    slower = replace(KNOWN, seconds=8.0, served=(served(9.0, is_warmup=True), served(7.0)))
+    both = make_row([KNOWN, slower], 1)
+    assert (both.mean_ttft_s, both.ttfts_s) == (4.0, (1.0, 2.0, 6.0, 7.0))
+    assert both.input_tokens_per_s == pytest.approx(400 / 12)
+    assert (both.num_requests, both.num_rows, both.seconds) == (4, 208, 12.0)
 
 
 def printed(rows: Sequence[PolicyRow]) -> list[str]:
@@ -291,7 +296,7 @@ def printed(rows: Sequence[PolicyRow]) -> list[str]:
 
 def test_the_table_compares_with_the_first_policy() -> None:
     cold = PolicyRun(policy="none", served=(served(6.0), served(4.0)), seconds=4.0)
-    lines = printed([make_row(cold, 0), make_row(KNOWN, 1)])
+    lines = printed([make_row([cold], 0), make_row([KNOWN], 1)])
     assert lines[-4:-1] == [
         "none 5000.0 5000.0 5980.0 50 0 0.00% - - - 200 2/2",
         "bounded 3000.0 2000.0 5920.0 75 224 56.00% 36.0 52 36 208 3/4",
@@ -377,8 +382,8 @@ def test_a_wrong_answer_of_an_exact_policy_is_not_reported(
     assert run_program(checkpoint, tmp_path, "--policies", "bounded", "--no-plot") == 0
 
 
-def test_a_gpu_rehearses_other_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every policy serves the same shapes once before it is timed, with nothing to be found."""
+def test_a_gpu_rehearses_the_workload_in_other_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every policy serves the same shapes once before any is timed, with nothing to be found."""
     calls: list[tuple[str, Sequence[Prompt]]] = []
 
     def noted(policy: str, model: TextModel, config: Any, prompts: Sequence[Prompt]) -> PolicyRun:
@@ -390,10 +395,14 @@ def test_a_gpu_rehearses_other_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     model.device = torch.device("cuda")
     config = engine_config(REFERENCE, concurrency=8, chunk_tokens=64, block_size=64)
     measure = prefix_repetition.measure
-    measure(["none", "exact"], cast(TextModel, model), config, REFERENCE, lambda _line: None)
-    assert [policy for policy, _ in calls] == ["none", "none", "exact", "exact"]
-    rehearsed, measured = calls[0][1], calls[1][1]
-    assert [p.prefix for p in rehearsed] != [p.prefix for p in measured]
+    measure(["none", "exact"], cast(TextModel, model), config, REFERENCE, 2, lambda _line: None)
+    assert [policy for policy, _ in calls] == ["none", "exact"] * 3
+    rehearsed, measured = calls[0][1], calls[2][1]
+    assert [(p.prefix, p.use, p.is_warmup) for p in rehearsed] == [
+        (p.prefix, p.use, p.is_warmup) for p in measured
+    ]
+    names = [{p.token_ids: place for place, p in enumerate(ps)} for ps in (rehearsed, measured)]
+    assert [names[0][p.token_ids] for p in rehearsed] == [names[1][p.token_ids] for p in measured]
     assert not {p.token_ids[:64] for p in rehearsed} & {p.token_ids[:64] for p in measured}
 
 
@@ -414,6 +423,7 @@ def test_quick_divides_every_length() -> None:
         (("--prefix-len", "9000"), "max_model_len expected 1 .. 4096, got 9017"),
         (("--concurrency", "0"), "max_requests expected"),
         (("--block-size", "7"), "block_size expected"),
+        (("--rounds", "0"), "--rounds expected at least 1, got 0"),
     ],
 )
 def test_bad_flags(
