@@ -77,7 +77,7 @@ def test_b130_a_resumed_request_prefills_what_it_had_sampled(
         outputs += watched.step(chunk).finished
     assert state.stay is not None
     assert state.stay.replay.num_cached_tokens == hit
-    # P + 5 - hit, and what is replayed: from the end of the prompt's blocks, if a snapshot is there.
+    # P + 5 - hit, and what is replayed: from the last full block of the prompt with a snapshot.
     cuts = [(begin, min(begin + chunk, 29)) for begin in range(start, 29, chunk)]
     assert watched.rows()[before:] == [[("late", *cut)] for cut in cuts]
     outputs += watched.run()

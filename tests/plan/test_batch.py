@@ -7,15 +7,18 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from pcpkit.config import CacheConfig
 from pcpkit.plan.batch import (
     StepBatch,
     check_batch,
+    query_rows,
     row_positions,
     row_requests,
     row_token_windows,
+    run_of_each,
 )
 from pcpkit.testing.batches import RaggedBatch, RequestRows, Steps, assemble_steps
 from pcpkit.testing.strategies import step_batches, step_sequences
@@ -60,7 +63,7 @@ def test_token_windows_over_several_steps(steps: Steps) -> None:
     history: dict[int, list[int]] = {}
     for rows, batch in zip(steps.rows, steps.batches, strict=True):
         check_batch(batch)
-        windows = row_token_windows(batch).tolist()
+        windows = row_token_windows(batch, query_rows(batch)).tolist()
         ids = batch.token_ids.tolist()
         for (request, position), token, window in zip(rows.places, ids, windows, strict=True):
             if position == 0:
@@ -77,7 +80,17 @@ def test_token_windows_of_the_docstring() -> None:
         token_ids=torch.tensor([7, 8]),
         lookback_token_ids=torch.tensor([[6, -1, -1]]),
     )
-    assert row_token_windows(batch).tolist() == [[7, 6, -1, -1], [8, 7, 6, -1]]
+    windows = row_token_windows(batch, query_rows(batch))
+    assert windows.tolist() == [[7, 6, -1, -1], [8, 7, 6, -1]]
+
+
+@given(lengths=st.lists(st.integers(0, 5), min_size=1, max_size=20))
+def test_runs_of_items(lengths: list[int]) -> None:
+    """Also runs without items, wherever they are."""
+    ends = torch.tensor(lengths).cumsum(0)
+    runs = run_of_each(ends, sum(lengths))
+    assert runs.dtype == torch.int32
+    assert runs.tolist() == [index for index, length in enumerate(lengths) for _ in range(length)]
 
 
 @pytest.mark.parametrize(
@@ -96,6 +109,8 @@ def test_token_windows_of_the_docstring() -> None:
         ("lookback_token_ids", torch.zeros(1, 3), "expected 2 rows, got 1"),
         ("block_table", torch.zeros(3, 1), "expected 2 rows, got 3"),
         ("window_block_table", torch.zeros(1, 1), "expected 2 rows, got 1"),
+        ("block_table", torch.zeros(2, 1), r"expected int32, got torch\.float32"),
+        ("window_block_table", torch.zeros(2, 1).long(), r"expected int32, got torch\.int64"),
     ],
 )
 def test_refuses_parts_that_do_not_fit(name: str, value: Tensor, message: str) -> None:

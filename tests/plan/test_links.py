@@ -16,8 +16,9 @@ from torch import Tensor
 
 from pcpkit.config import CacheConfig
 from pcpkit.plan.batch import StepBatch, cached_tokens, row_positions, row_requests
-from pcpkit.plan.links import PairLinks, link_pairs
-from pcpkit.plan.partition import Partition, drop_rows, dual_chunk_swap, make_partition, whole_batch
+from pcpkit.plan.links import PairLinks, link_layers, link_pairs
+from pcpkit.plan.partition import Partition, dual_chunk_swap, make_partition, whole_batch
+from pcpkit.plan.running import running_segments
 from pcpkit.testing.batches import RaggedBatch, RequestRows, Steps, assemble_steps
 from pcpkit.testing.compare import assert_replicas_equal
 from pcpkit.testing.strategies import (
@@ -46,15 +47,28 @@ class Oracle:
         """The raw row, as a number that tells requests and their lives apart."""
         return (self.lives.get(request, 0) * 100 + request) * 1000 + position
 
-    def run(self, rows: RaggedBatch, batch: StepBatch, partition: Partition) -> None:
-        """Pool, exchange and write one step the way the ranks do it, then look at everything."""
+    def run(
+        self,
+        rows: RaggedBatch,
+        batch: StepBatch,
+        partition: Partition,
+        dropped: list[int] | None = None,
+    ) -> None:
+        """Pool, exchange and write one step the way the ranks do it, then look at everything.
+
+        `dropped` first rows of each request do not run.
+        """
         for one in rows.requests:
             if one.num_computed_tokens == 0:
                 self.lives[one.request] = self.lives.get(one.request, 0) + 1
         raw = torch.tensor([self.raw(*place) for place in rows.places])
-        local = [raw[mine] for mine in partition.rows]
+        positions, owners = row_positions(batch), row_requests(batch).long()
+        closes = (positions % 2 == 1) & (positions >= cached_tokens(batch)[owners])
+        first = batch.num_computed_tokens + torch.tensor(dropped or [0] * batch.num_reqs)
+        runs = positions >= first[owners]
+        local = [raw[mine[runs[mine]]] for mine in partition.rows]
         links = [
-            link_pairs(batch, partition, rank, self.ring_rows) for rank in range(partition.size)
+            self._links(batch, partition, rank, closes, dropped) for rank in range(partition.size)
         ]
         exchanged = torch.cat(
             [
@@ -66,17 +80,32 @@ class Oracle:
         )
         for rank, one in enumerate(links):
             assert len(one.last_rows) == len(links[0].last_rows), "ranks exchange equally many"
-            positions, owners = row_positions(batch), row_requests(batch).long()
-            closes = (positions % 2 == 1) & (positions >= cached_tokens(batch)[owners])
-            closing = closes[partition.rows[rank]].nonzero()[:, 0]
+            mine = partition.rows[rank]
             sources = torch.cat([local[rank], exchanged, self.rings[rank]])
-            self._close(sources[one.predecessors], local[rank][closing])
+            self._close(sources[one.predecessors], raw[mine[closes[mine]]])
             assert torch.equal(one.open_rows, links[0].open_rows)
             assert torch.equal(one.open_slots, links[0].open_slots)
             assert len(one.open_slots.unique()) == len(one.open_slots)
             # Only now: pooling reads what the step before left.
             self.rings[rank][one.open_slots] = exchanged[one.open_rows]
         self._check_rings(rows, batch)
+
+    def _links(
+        self,
+        batch: StepBatch,
+        partition: Partition,
+        rank: int,
+        closes: Tensor,
+        dropped: list[int] | None,
+    ) -> PairLinks:
+        if dropped is None:
+            return link_pairs(batch, partition, rank, self.ring_rows)
+        closing = closes[partition.rows[rank]].nonzero()[:, 0]
+        # Together with a layer below, where everything runs.
+        running = running_segments(partition, torch.tensor([[0] * len(dropped), dropped]))
+        local = running.local_rows(rank, closing)
+        _, links = link_layers(batch, partition, rank, self.ring_rows, running, closing, local)
+        return links
 
     def _close(self, first: Tensor, second: Tensor) -> None:
         assert len(first) == len(second)
@@ -145,7 +174,7 @@ def test_links_of_a_layer_behind_a_hit(steps: Steps, layer: int, data: st.DataOb
             min(max(start - one.num_computed_tokens, 0), one.query_len)
             for start, one in zip(starts, rows.requests, strict=True)
         ]
-        oracle.run(rows, batch, drop_rows(partition, rows.query_lens, dropped))
+        oracle.run(rows, batch, partition, dropped)
     check_all_closed(oracle, steps)
 
 

@@ -7,17 +7,16 @@ tests/model/test_replay.py and tests/parallel/test_replay.py.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from pcpkit.plan.batch import BatchReplay, StepBatch
-from pcpkit.plan.partition import drop_rows, make_partition
 from pcpkit.plan.rows import LayerRows
+from pcpkit.plan.running import running_segments
 from pcpkit.plan.step import StepPlan, plan_step
 from pcpkit.plan.trim import Trim
 from pcpkit.testing.batches import PrefixHit, RaggedBatch, Steps, assemble_steps
@@ -238,6 +237,39 @@ def test_blocks_of_replayed_windows_are_not_retired(window: int, block_size: int
     assert (255 - 128 + 1) // 128 * 128 > 255 - 128, "the odd hit that bites (pcp-spec 5.6)"
 
 
+# --- what runs of each segment ------------------------------------------------------------------
+
+
+@given(data=st.data())
+def test_what_layers_run_of_segments(data: st.DataObject) -> None:
+    """Against rows counted one by one, in two layers, for each rank and for all of them."""
+    rows = data.draw(step_sequences(step_schedules(max_requests=3, max_prompt=30))).rows[0]
+    partition = data.draw(partitions(rows))
+    every = [data.draw(st.integers(0, count)) for count in rows.query_lens]
+    layers = [[0] * len(every), every]
+    running = running_segments(partition, torch.tensor(layers))
+    segments = [segment for owned in partition.segments for segment in owned]
+    dealt = [(one, offset) for one in segments for offset in range(one.start, one.stop)]
+    want: list[tuple[int, int]] = []
+    for layer, dropped in enumerate(layers):
+        for row, (segment, offset) in enumerate(dealt):
+            if offset >= dropped[segment.request]:
+                want.append((layer * len(segments) + segments.index(segment), row))
+    run, row = running.spread(0, partition.size)
+    assert list(zip(run.tolist(), row.tolist(), strict=True)) == want
+    first = 0
+    for rank, owned in enumerate(partition.rows):
+        own = range(first, first + len(owned))
+        for index, dropped in enumerate(layers):
+            runs = [row for row in own if dealt[row][1] >= dropped[dealt[row][0].request]]
+            assert running.counts[index][rank] == len(runs)
+            local = running.local_rows(rank, torch.tensor(runs, dtype=torch.int64) - first)
+            assert local[index].tolist() == list(range(len(runs)))
+        run, row = running.spread(rank, 1)
+        assert row.tolist() == [row for _, row in want if row in own]
+        first += len(owned)
+
+
 # --- what is refused ----------------------------------------------------------------------------
 
 
@@ -278,43 +310,3 @@ def test_refuses_a_replay_that_does_not_fit(replay: BatchReplay, message: str) -
 
 def plan_with(batch: StepBatch) -> StepPlan:
     return plan_step(batch, ratios=RATIOS, block_size=64, window_block_size=32, ring_rows=8)
-
-
-# --- dropped rows -------------------------------------------------------------------------------
-
-
-@given(data=st.data())
-def test_dropped_rows_leave_the_others_where_they_are(data: st.DataObject) -> None:
-    steps = data.draw(step_sequences(step_schedules(max_requests=3, max_prompt=30)))
-    rows = steps.rows[0]
-    partition = data.draw(partitions(rows))
-    drops = [data.draw(st.integers(0, count)) for count in rows.query_lens]
-    left = drop_rows(partition, rows.query_lens, drops)
-    starts = steps.batches[0].query_start_loc.tolist()
-    stays: list[bool] = []
-    for count, dropped in zip(rows.query_lens, drops, strict=True):
-        stays += [offset >= dropped for offset in range(count)]
-    for before, after, segments in zip(partition.rows, left.rows, left.segments, strict=True):
-        assert after.tolist() == [row for row in before.tolist() if stays[row]]
-        spelled = [
-            starts[one.request] + offset
-            for one in segments
-            for offset in range(one.start, one.stop)
-        ]
-        assert spelled == after.tolist()
-        assert all(one.start < one.stop for one in segments)
-    assert left.num_padded_rows == max(len(part) for part in left.rows)
-    kept = torch.tensor(stays).nonzero()[:, 0]
-    assert torch.equal(left.gather_index[left.restore_index[kept]], kept)
-    assert int(left.write_mask.sum()) == len(kept)
-    assert bool((left.restore_index[~torch.tensor(stays)] == -1).all())
-
-
-def test_nothing_dropped_is_the_same_partition() -> None:
-    partition = make_partition([5, 1, 9], [True, False, True], 3)
-    same = drop_rows(partition, [5, 1, 9], [0, 0, 0])
-    for field in fields(partition):
-        before, after = getattr(partition, field.name), getattr(same, field.name)
-        if isinstance(before, Tensor):
-            assert torch.equal(before, after), field.name
-    assert same.segments == partition.segments

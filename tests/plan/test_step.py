@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pcpkit.config import CacheConfig
-from pcpkit.plan.batch import StepBatch
+from pcpkit.kernels.slot_gather import gather_slots_reference
+from pcpkit.plan.batch import StepBatch, row_positions, row_requests
 from pcpkit.plan.links import link_pairs
 from pcpkit.plan.partition import Partition, dual_chunk_swap, make_partition
 from pcpkit.plan.rows import LayerRows
-from pcpkit.plan.step import StepPlan, plan_step
+from pcpkit.plan.step import StepPlan, _packed_copies, plan_step
 from pcpkit.testing.batches import RaggedBatch, RequestRows, assemble_steps
 from pcpkit.testing.strategies import cache_layouts, partitions, ragged_batches
 
@@ -289,6 +290,90 @@ def test_to_moves_every_tensor_and_nothing_else() -> None:
     assert moved.layer_rows(0).num_padded_rows == plan.layer_rows(0).num_padded_rows
     assert moved.layer_rows(0).max_seq_len == plan.layer_rows(0).max_seq_len
     assert plan.token_ids.device.type == "cpu"
+
+
+def test_to_the_same_device_is_the_plan() -> None:
+    rows = RaggedBatch(requests=(prefill(3, 4),))
+    plan = assembled(rows, LAYOUT, make_partition([4], [True], 2, dual_chunk_swap)).plans[0]
+    assert plan.to("cpu") is plan
+
+
+ODD_TENSORS = [
+    torch.arange(7),
+    torch.empty(0, dtype=torch.int64),
+    torch.arange(5, dtype=torch.int32),
+    torch.tensor([True, False, True]),
+    torch.empty(0, dtype=torch.bool),
+    torch.arange(12, dtype=torch.int32).view(3, 4),
+    torch.empty(0, 4, dtype=torch.int32),
+    torch.arange(12).view(3, 4).T,
+    torch.arange(9)[1::2],
+    torch.arange(6, dtype=torch.int32)[None].expand(2, 6),
+    torch.tensor(2**40),
+    torch.arange(8),
+]
+"""Kinds of tensors that a plan may have, with and without room for padding behind them."""
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_packed_copies(device: str) -> None:
+    """Values, dtypes and shapes stay; all are contiguous, aligned, apart, and in one buffer."""
+    copies = _packed_copies(ODD_TENSORS, torch.device(device))
+    places: set[int] = set()
+    for tensor, copy in zip(ODD_TENSORS, copies, strict=True):
+        assert (copy.shape, copy.dtype, copy.device.type) == (tensor.shape, tensor.dtype, device)
+        assert copy.is_contiguous()
+        first = copy.storage_offset() * copy.itemsize
+        assert first % 16 == 0
+        own = set(range(first, first + copy.nbytes))
+        assert not own & places
+        places |= own
+        assert copy.untyped_storage().nbytes() == copies[0].untyped_storage().nbytes()
+        if device == "cpu":
+            assert torch.equal(copy, tensor)
+            assert copy.untyped_storage().data_ptr() == copies[0].untyped_storage().data_ptr()
+            assert copy.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
+
+
+@given(step=steps())
+def test_a_packed_plan_has_the_values_of_the_plan(step: Step) -> None:
+    for plan in step.plans:
+        originals = dict(tensors_of(plan))
+        copies = _packed_copies(list(originals.values()), torch.device("cpu"))
+        for (name, tensor), copy in zip(originals.items(), copies, strict=True):
+            assert torch.equal(tensor, copy), name
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"block_size": 63}, r"block_size expected a positive multiple of the ratios \(1, 2\)"),
+        ({"block_size": 0}, "block_size expected a positive multiple"),
+        ({"window_block_size": 0}, "window_block_size expected >= 1, got 0"),
+        ({"ratios": (0,)}, "block_size expected a positive multiple"),
+    ],
+)
+def test_refuses_blocks_without_whole_states(sizes: dict[str, Any], message: str) -> None:
+    batch = assemble_steps([RaggedBatch(requests=(prefill(0, 2),))], LAYOUT).batches[0]
+    known: dict[str, Any] = {"ratios": RATIOS, "block_size": 64, "window_block_size": 32}
+    with pytest.raises(ValueError, match=message):
+        plan_step(batch, ring_rows=8, **(known | sizes))
+
+
+@given(step=steps())
+def test_slots_are_those_of_the_op(step: Step) -> None:
+    """Planning looks slots up itself; :func:`gather_slots` says what they are."""
+    batch, cache, partition = step.batch, step.cache, step.partition
+    rows = row_positions(batch), row_requests(batch), partition.gather_index, partition.write_mask
+    window, size = batch.window_block_table[None], cache.window_block_size
+    states, both = torch.stack([batch.block_table] * 2), [cache.block_size] * 2
+    (want,) = gather_slots_reference(*rows, window, [size], [1])
+    by_ratio = gather_slots_reference(*rows, states, both, RATIOS)
+    for layer in step.layers:
+        assert torch.equal(layer.window_slots, want)
+        for ratio, slots in zip(RATIOS, by_ratio, strict=True):
+            got = layer.groups[ratio].slots
+            assert torch.equal(got[got >= 0], slots[slots >= 0])
 
 
 @pytest.mark.parametrize(("name", "computed"), [("block_table", 63), ("window_block_table", 31)])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
+from operator import le, lt
 
 import torch
 from torch import Tensor
@@ -98,21 +100,27 @@ def check_batch(batch: StepBatch) -> None:
         rows = getattr(batch, name).shape[0]
         if rows != num_reqs:
             raise ValueError(f"{name} expected {num_reqs} rows, got {rows}; one row a request")
-    lens = batch.query_lens
-    if num_reqs == 0 or int(batch.query_start_loc[0]) != 0 or bool((lens < 1).any()):
+    for name in ("block_table", "window_block_table"):
+        dtype = getattr(batch, name).dtype
+        if dtype != torch.int32:
+            raise ValueError(f"{name} expected int32, got {dtype}; convert it before planning")
+    # One entry a request is faster to look at as Python numbers than by one small op a question.
+    starts, num_logits = batch.query_start_loc.tolist(), batch.num_logits.tolist()
+    lens = [stop - start for start, stop in pairwise(starts)]
+    if num_reqs == 0 or starts[0] != 0 or min(lens) < 1:
         raise ValueError(
-            f"query_start_loc expected 0 followed by growing ends, got "
-            f"{batch.query_start_loc.tolist()}; leave out requests without rows"
+            f"query_start_loc expected 0 followed by growing ends, got {starts}; leave out "
+            "requests without rows"
         )
-    if int(batch.query_start_loc[-1]) != num_tokens:
+    if starts[-1] != num_tokens:
         raise ValueError(
-            f"token_ids expected {int(batch.query_start_loc[-1])} ids, got {num_tokens}; "
+            f"token_ids expected {starts[-1]} ids, got {num_tokens}; "
             "concatenate the query rows of all requests"
         )
-    if bool((batch.num_logits > lens).any()) or bool((batch.num_logits < 0).any()):
+    if any(not 0 <= count <= length for count, length in zip(num_logits, lens, strict=True)):
         raise ValueError(
-            f"num_logits expected 0 .. query length, got {batch.num_logits.tolist()} for lengths "
-            f"{lens.tolist()}; ask for rows of this step only"
+            f"num_logits expected 0 .. query length, got {num_logits} for lengths "
+            f"{lens}; ask for rows of this step only"
         )
     if batch.replay is not None:
         _check_replay(batch, batch.replay)
@@ -132,22 +140,26 @@ def _check_replay(batch: StepBatch, replay: BatchReplay) -> None:
             f"layer_starts expected shape ({batch.num_reqs}, num_layers), got "
             f"{tuple(starts.shape)}; one row a request, one column a layer"
         )
-    if bool((cached < 0).any()) or bool((cached % 2 == 1).any()):
+    num_cached = cached.tolist()
+    if any(count < 0 or count % 2 for count in num_cached):
         raise ValueError(
-            f"num_cached_tokens expected even counts, got {cached.tolist()}; a hit ends with a "
+            f"num_cached_tokens expected even counts, got {num_cached}; a hit ends with a "
             "block, never within a pair"
         )
-    ascending = bool((starts.diff(dim=1) >= 0).all())
-    if not ascending or bool((starts < 0).any()) or bool((starts > cached[:, None]).any()):
+    # Starts that ascend lie between the first and the last.
+    lowest, highest = starts[:, 0].tolist(), starts[:, -1].tolist()
+    within = min(lowest) >= 0 and all(map(le, highest, num_cached))
+    if not within or not bool((starts.diff(dim=1) >= 0).all()):
         raise ValueError(
-            f"layer_starts expected ascending positions from 0 to {cached.tolist()}, got "
+            f"layer_starts expected ascending positions from 0 to {num_cached}, got "
             f"{starts.tolist()}; a layer needs all rows of the layers above it"
         )
-    early = batch.num_computed_tokens < starts[:, 0]
-    if bool(early.any()):
+    computed = batch.num_computed_tokens
+    if any(map(lt, computed.tolist(), lowest)):
+        early = computed < starts[:, 0]
         raise ValueError(
             f"num_computed_tokens expected at least the first layer's start, got "
-            f"{batch.num_computed_tokens[early].tolist()} before {starts[early, 0].tolist()}; "
+            f"{computed[early].tolist()} before {starts[early, 0].tolist()}; "
             "leave out rows that run in no layer"
         )
 
@@ -173,31 +185,62 @@ def cached_tokens(batch: StepBatch) -> Tensor:
     return batch.replay.num_cached_tokens
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class QueryRows:
+    """What most of planning starts from; computed once a step."""
+
+    requests: Tensor
+    """``(num_tokens,)`` int32, request of every query row."""
+    positions: Tensor
+    """``(num_tokens,)`` int64, absolute position of every query row."""
+    seq_lens: Tensor
+    """``(num_reqs,)`` int32, tokens after the step."""
+
+
+def query_rows(batch: StepBatch) -> QueryRows:
+    """The query rows of a batch."""
+    requests = row_requests(batch)
+    # Within a request positions and rows grow alike.
+    shift = batch.num_computed_tokens - batch.query_start_loc[:-1]
+    positions = torch.arange(batch.num_tokens) + shift.index_select(0, requests)
+    return QueryRows(requests=requests, positions=positions, seq_lens=batch.seq_lens)
+
+
 def row_requests(batch: StepBatch) -> Tensor:
     """Request of every query row, ``(num_tokens,)`` int32."""
-    requests = torch.arange(batch.num_reqs, dtype=torch.int32)
-    return requests.repeat_interleave(batch.query_lens)
+    return run_of_each(batch.query_start_loc[1:], batch.num_tokens)
+
+
+def run_of_each(ends: Tensor, count: int) -> Tensor:
+    """Which of some runs each of ``count`` consecutive items is in, ``(count,)`` int32.
+
+    Like ``repeat_interleave``, which would hand every run to another thread.
+
+    Example:
+        Runs that end at ``[2, 2, 3]``: ``[0, 0, 2]``.
+    """
+    return torch.bincount(ends[:-1], minlength=count)[:count].cumsum(0, dtype=torch.int32)
 
 
 def row_positions(batch: StepBatch) -> Tensor:
     """Absolute position of every query row, ``(num_tokens,)`` int64."""
-    request = row_requests(batch).long()
-    offset = torch.arange(batch.num_tokens) - batch.query_start_loc.long()[request]
-    return batch.num_computed_tokens.long()[request] + offset
+    return query_rows(batch).positions
 
 
-def row_token_windows(batch: StepBatch) -> Tensor:
+def row_token_windows(batch: StepBatch, rows: QueryRows) -> Tensor:
     """Ids at ``P, P - 1, ..`` of every row, ``(num_tokens, max_ngram)`` int64, -1 = before start.
 
     Example:
         One request, query ``[7, 8]``, look-back ``[6, -1, -1]``: rows ``[7, 6, -1, -1]`` and
         ``[8, 7, 6, -1]``.
     """
-    back = batch.lookback_token_ids.shape[1]
-    windows = torch.full((batch.num_tokens, back + 1), -1, dtype=torch.int64)
-    for request, (start, end) in enumerate(
-        zip(batch.query_start_loc[:-1].tolist(), batch.query_start_loc[1:].tolist(), strict=True)
-    ):
-        history = torch.cat([batch.lookback_token_ids[request].flip(0), batch.token_ids[start:end]])
-        windows[start:end] = history.unfold(0, back + 1, 1).flip(1)
-    return windows
+    num_reqs, back = batch.lookback_token_ids.shape
+    # Backwards from the last request to the first: the ids of its query, then its look-back.
+    num_ids = batch.num_tokens + num_reqs * back
+    newest = num_ids - back - 1
+    place = torch.arange(newest, newest - batch.num_tokens, -1).sub(rows.requests, alpha=back)
+    history = torch.empty(num_ids, dtype=torch.int64)
+    history[place] = batch.token_ids
+    firsts = place.index_select(0, batch.query_start_loc[:-1])
+    history[firsts[:, None] + torch.arange(1, back + 1)] = batch.lookback_token_ids
+    return history.unfold(0, back + 1, 1).index_select(0, place)

@@ -12,7 +12,7 @@ which is how rows arrive after an all-gather (pcp-spec section 1.6).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -151,7 +151,7 @@ class Partition:
     write_mask: Tensor
     """``(size * num_padded_rows,)`` bool, false for padding: true once per global row."""
     restore_index: Tensor
-    """``(num_tokens,)`` int64, rank-major row of each global row; -1 if it was dropped."""
+    """``(num_tokens,)`` int64, rank-major row of each global row."""
 
     @property
     def size(self) -> int:
@@ -201,80 +201,58 @@ def make_partition(
         tuple(sorted(segments, key=lambda segment: (is_prefilling[segment.request], segment)))
         for segments in dealt
     ]
-    none = torch.empty(0, dtype=torch.int64)
-    rows = [
-        torch.cat(
-            [
-                torch.arange(segment.start, segment.stop) + starts[segment.request]
-                for segment in segments
-            ]
-            or [none]
-        )
-        for segments in ordered
-    ]
+    rows = [_rows_of(segments, starts) for segments in ordered]
     _check_cover(rows, starts[-1], size)
     return _with_index_arrays(ordered, rows, starts[-1])
 
 
-def drop_rows(
-    partition: Partition, query_lens: Sequence[int], num_dropped: Sequence[int]
-) -> Partition:
-    """The same dealing without the first rows of each request; what is left keeps its owner.
-
-    Args:
-        partition: of a step.
-        query_lens: rows of each request in the step.
-        num_dropped: of each request, its rows with a smaller query offset go.
-
-    Returns:
-        A partition of what is left; global rows keep their numbers. A rank may have no rows, and so
-        may all of them.
-
-    Example:
-        ``q = 5`` on two ranks, levelled: rank 0 owns rows 0, 1 and 4, rank 1 rows 2 and 3. Without
-        the first three, rank 0 owns row 4 and rank 1 row 3.
-    """
-    num_tokens = len(partition.restore_index)
-    ends = torch.tensor(query_lens, dtype=torch.int64).cumsum(0)
-    firsts = ends - torch.tensor(query_lens) + torch.tensor(num_dropped)
-    keep = torch.arange(num_tokens) >= firsts.repeat_interleave(torch.tensor(query_lens))
-    segments = [
-        tuple(
-            replace(segment, start=max(segment.start, num_dropped[segment.request]))
-            for segment in mine
-            if segment.stop > num_dropped[segment.request]
-        )
-        for mine in partition.segments
-    ]
-    return _with_index_arrays(segments, [rows[keep[rows]] for rows in partition.rows], num_tokens)
+def _rows_of(segments: Sequence[Segment], starts: Sequence[int]) -> Tensor:
+    """Global rows of segments one after the other; requests begin at ``starts``."""
+    runs: list[tuple[int, int]] = []
+    for segment in segments:
+        first, stop = (starts[segment.request] + end for end in (segment.start, segment.stop))
+        # Neighbours are one run: a rank that has whole requests has few of them.
+        if runs and runs[-1][1] == first:
+            first = runs.pop()[0]
+        runs.append((first, stop))
+    if not runs:
+        return torch.empty(0, dtype=torch.int64)
+    return torch.cat([torch.arange(first, stop) for first, stop in runs])
 
 
 def _with_index_arrays(
     segments: Sequence[tuple[Segment, ...]], rows: Sequence[Tensor], num_tokens: int
 ) -> Partition:
-    gather_index, write_mask, width = rank_major(rows)
-    restore_index = torch.full((num_tokens,), -1, dtype=torch.int64)
+    width = max(part.shape[0] for part in rows)
+    owned = pad_rank_major(rows, -1)
+    write_mask = owned >= 0
+    restore_index = torch.empty(num_tokens, dtype=torch.int64)
     for rank, part in enumerate(rows):
-        restore_index[part] = rank * width + torch.arange(len(part))
+        restore_index[part] = torch.arange(rank * width, rank * width + part.shape[0])
     return Partition(
         segments=tuple(segments),
         rows=tuple(rows),
         num_padded_rows=width,
-        gather_index=gather_index,
+        gather_index=owned.clamp(min=0),
         write_mask=write_mask,
         restore_index=restore_index,
     )
 
 
-def rank_major(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor, int]:
-    """Rows of all ranks padded to the longest with row 0, a mask of the real ones, the width."""
-    width = max((len(part) for part in rows), default=0)
-    index = torch.zeros(len(rows) * width, dtype=torch.int64)
-    mask = torch.zeros(len(rows) * width, dtype=torch.bool)
-    for owner, part in enumerate(rows):
-        index[owner * width : owner * width + len(part)] = part
-        mask[owner * width : owner * width + len(part)] = True
-    return index, mask, width
+def pad_rank_major(parts: Sequence[Tensor], fill: int) -> Tensor:
+    """Values of every rank's rows in rank-major layout; ``fill`` pads each rank to the longest.
+
+    Example:
+        ``[[5, 6], [7]]`` filled with -1: ``[5, 6, 7, -1]``.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    lengths = [part.shape[0] for part in parts]
+    filler = parts[0].new_full((max(lengths),), fill)
+    pieces: list[Tensor] = []
+    for part, length in zip(parts, lengths, strict=True):
+        pieces += [part, filler[length:]]
+    return torch.cat(pieces)
 
 
 def _check_segments(dealt: list[list[Segment]], query_lens: Sequence[int]) -> None:
@@ -303,9 +281,13 @@ def whole_batch(query_lens: Sequence[int]) -> Partition:
 
 
 def _check_cover(rows: list[Tensor], num_tokens: int, size: int) -> None:
-    every = torch.cat(rows).sort().values if rows else torch.empty(0, dtype=torch.int64)
-    if len(rows) != size or not torch.equal(every, torch.arange(num_tokens)):
+    num_rows = sum(part.shape[0] for part in rows)
+    # As many rows as there are, and none of them missing: then none is there twice.
+    seen = torch.zeros(num_tokens, dtype=torch.bool)
+    for part in rows:
+        seen[part] = True
+    if len(rows) != size or num_rows != num_tokens or not bool(seen.all()):
         raise ValueError(
             f"strategy expected every one of {num_tokens} rows on exactly one of {size} ranks, got "
-            f"{every.numel()} rows on {len(rows)}; deal each row once"
+            f"{num_rows} rows on {len(rows)}; deal each row once"
         )
