@@ -8,8 +8,9 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 PY := $(VENV)/bin/python
 PYTEST := $(PY) -m pytest $(if $(K),-k "$(K)")
-# Files side by side; the tensors are tiny and every process runs one thread.
-PARALLEL := -n auto --maxprocesses 4 --dist loadfile
+# Files side by side; the tensors are tiny and every process runs one thread. In the order of their
+# names: by default the files with few tests come last, and those are the longest ones.
+PARALLEL := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-gpu test-deep bench check format clean
