@@ -251,7 +251,7 @@ class SnapshotReplay:
     """Restore the last window records that are stored, or replay exactly, and store those before H.
 
     Whichever runs fewer rows, summed over the layers. A hit of fewer than W tokens without a
-    snapshot is cold, and leaves none.
+    snapshot is cold, and leaves none at its end.
 
     Args:
         keeps_prompt_ends: see `ReplayPolicy`. Off, only hits leave snapshots: less to copy and to

@@ -72,7 +72,7 @@ class PrefixReader:
         self._shape = shape
         self._block_size = shape.block_size
         self._snapshots = snapshots if policy.uses_snapshots else None
-        self._keeps_prompt_ends = keeps_prompt_ends
+        self._keeps_prompt_ends = keeps_prompt_ends and self._snapshots is not None
 
     def reads(self, state: RequestState) -> bool:
         """Whether a request looks up at all: not if it needs the logits of every prompt row."""
