@@ -413,6 +413,10 @@ def test_quick_divides_every_length() -> None:
     quick = prefix_repetition.shape_of(parse(["--quick"]))
     assert quick.most_hit_tokens(16) * 4 == 80_384
     assert prefix_repetition.shape_of(parse([])) == REFERENCE
+    # A CPU is slow enough to be quick unless told otherwise.
+    assert prefix_repetition.shape_of(parse(["--device", "cpu"])) == quick
+    assert prefix_repetition.shape_of(parse(["--device", "cpu", "--no-quick"])) == REFERENCE
+    assert prefix_repetition.shape_of(parse(["--device", "cuda", "--quick"])) == quick
 
 
 @pytest.mark.parametrize(
