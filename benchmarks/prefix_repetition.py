@@ -45,7 +45,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch
 from rich.console import Console
 
 from benchmarks import layer_slice
@@ -69,8 +68,8 @@ from pcpkit.model.tiny import PRESETS, cached_tiny_checkpoint
 RESULTS = Path(__file__).resolve().parent / "results"
 NAME = "prefix-repetition"
 QUICK = 4
-"""What --quick divides every length by: the hit ratio stays, to the last digit. On a CPU the run
-takes two to three minutes then, and ten without."""
+"""What --quick divides every length by: the hit ratio stays, to the last digit. On two CPU cores
+all policies take a minute and a half then, and almost five minutes without."""
 TABLE_WIDTH = 140
 """Of the table where the output is no terminal."""
 
@@ -221,21 +220,17 @@ def shape_of(given: argparse.Namespace) -> WorkloadShape:
 
 def config_of(given: argparse.Namespace, shape: WorkloadShape) -> EngineConfig:
     """Limits of every engine. Raises ConfigError as `EngineConfig`."""
-    divisor = _divisor(given)
     return engine_config(
         shape,
         concurrency=given.concurrency,
-        chunk_tokens=4096 // divisor if given.chunk_tokens is None else given.chunk_tokens,
-        block_size=64 // divisor if given.block_size is None else given.block_size,
+        chunk_tokens=_chunk_tokens(given),
+        block_size=64 // _divisor(given) if given.block_size is None else given.block_size,
     )
 
 
 def load(given: argparse.Namespace, shape: WorkloadShape, config: EngineConfig) -> TextModel:
     """The model of --checkpoint or --preset. Raises ValueError or ImportError if it cannot be."""
     device = resolve_device(given.device)
-    if device.type == "cpu":
-        # As in examples/launch.py: the reference ops work on small tensors.
-        torch.set_num_threads(1)
     max_model_len = shape.prompt_len + 1
     if _is_slice(given):
         sliced = layer_slice.slice_config(_num_layers(given))
@@ -251,6 +246,13 @@ def _divisor(given: argparse.Namespace) -> int:
     """What lengths are divided by that are not given."""
     is_quick = given.device == "cpu" if given.quick is None else given.quick
     return QUICK if is_quick else 1
+
+
+def _chunk_tokens(given: argparse.Namespace) -> int:
+    """Rows of a step. Fewer on a CPU, where large temporary tensors cost page faults."""
+    if given.chunk_tokens is not None:
+        return given.chunk_tokens
+    return 1024 if given.device == "cpu" else 4096 // _divisor(given)
 
 
 def _is_slice(given: argparse.Namespace) -> bool:
@@ -282,7 +284,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--concurrency", type=int, default=8, help="requests in the engine at any time")
     add("--seed", type=int, default=shape.seed)
     add("--rounds", type=int, default=1, help="how often all policies run; default 1")
-    add("--chunk-tokens", type=int, help="rows of a step at most; default 4096")
+    add("--chunk-tokens", type=int, help="rows of a step at most; default 4096, on a CPU 1024")
     add("--block-size", type=int, help="tokens of a cached block; default 64")
     add("--results", type=Path, default=RESULTS)
     add("--plot", action=argparse.BooleanOptionalAction, default=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,14 +71,6 @@ def model() -> TextModel:
 @pytest.fixture(scope="module")
 def cold(model: TextModel) -> PolicyRun:
     return run("none", model)
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    """The benchmark sets the number of threads of the process."""
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 def run(policy: str, model: TextModel) -> PolicyRun:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -44,14 +44,6 @@ VOCAB = 320
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_small_checkpoint(tmp_path_factory.mktemp("small"))
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    """The benchmark sets the number of threads of the process."""
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 # --- the workload -------------------------------------------------------------------------------
@@ -417,6 +409,19 @@ def test_quick_divides_every_length() -> None:
     assert prefix_repetition.shape_of(parse(["--device", "cpu"])) == quick
     assert prefix_repetition.shape_of(parse(["--device", "cpu", "--no-quick"])) == REFERENCE
     assert prefix_repetition.shape_of(parse(["--device", "cuda", "--quick"])) == quick
+
+
+def test_a_cpu_takes_smaller_steps() -> None:
+    parse = prefix_repetition._parse
+
+    def chunk_tokens(*flags: str) -> int:
+        given = parse(flags)
+        return prefix_repetition.config_of(given, prefix_repetition.shape_of(given)).chunk_tokens
+
+    assert (chunk_tokens(), chunk_tokens("--quick")) == (4096, 1024)
+    on_cpu = [chunk_tokens("--device", "cpu", flag) for flag in ("--quick", "--no-quick")]
+    assert on_cpu == [1024, 1024]
+    assert chunk_tokens("--device", "cpu", "--chunk-tokens", "64") == 64
 
 
 @pytest.mark.parametrize(
