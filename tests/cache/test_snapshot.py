@@ -38,15 +38,20 @@ def _entry_bytes(num_layers: int = 2, rows: int = WINDOW - 1) -> int:
     return num_layers * rows * RECORD_BYTES
 
 
+def _place(key: bytes, window_blocks: list[int], num_tokens: int = 8) -> SnapshotPlace:
+    return SnapshotPlace(key=key, window_blocks=window_blocks, num_tokens=num_tokens)
+
+
 def _capture(
     store: SnapshotStore, key: bytes, pool: CachePool | None = None, num_tokens: int = 8
 ) -> bool:
     pool = _pool() if pool is None else pool
-    return store.capture(key, pool, [1, 0], num_tokens=num_tokens, sliding_window=WINDOW)
+    (stored,) = store.capture([_place(key, [1, 0], num_tokens)], pool, sliding_window=WINDOW)
+    return stored
 
 
 def _restore(store: SnapshotStore, key: bytes, pool: CachePool, num_tokens: int = 8) -> None:
-    store.restore(key, pool, [4, 5], num_tokens=num_tokens, sliding_window=WINDOW)
+    store.restore([_place(key, [4, 5], num_tokens)], pool, sliding_window=WINDOW)
 
 
 def _record(window: Tensor, blocks: list[int], position: int) -> list[int]:
@@ -76,12 +81,12 @@ def test_the_last_records_come_back_into_other_blocks_and_nothing_else_changes(
             ].clone()
             tensor[target[position // BLOCK_SIZE], position % BLOCK_SIZE] = record
     store = SnapshotStore(10_000)
-    sizes = {"num_tokens": num_tokens, "sliding_window": window}
-    assert store.capture(b"key", before, source, **sizes)
+    of_source, of_target = (_place(b"key", blocks, num_tokens) for blocks in (source, target))
+    assert store.capture([of_source], before, sliding_window=window) == [True]
     assert store.num_bytes == _entry_bytes(num_layers, last - first)
     for tensor in before.window.values():
         tensor.fill_(7)  # an entry is a copy: the blocks are dealt anew and overwritten
-    store.restore(b"key", other, target, **sizes)
+    store.restore([of_target], other, sliding_window=window)
     for layer, tensor in other.window.items():
         assert torch.equal(tensor, expected[layer]), f"layer {layer}"
     store.check_invariants()
@@ -190,19 +195,17 @@ def test_no_budget_stores_nothing() -> None:
         (lambda store, pool: _capture(store, b"b", pool, num_tokens=9), "at .1, 2., got .1, 0."),
         (lambda store, pool: _capture(store, b"b", pool, num_tokens=0), "num_tokens and"),
         (
-            lambda store, pool: store.capture(
-                b"b", pool, [0, -1], num_tokens=8, sliding_window=WINDOW
-            ),
+            lambda store, pool: store.capture([_place(b"b", [0, -1])], pool, sliding_window=WINDOW),
             r"at \[1\], got \[0, -1\]",
         ),
         (
             lambda store, pool: store.restore(
-                b"a", pool, [0, NUM_BLOCKS], num_tokens=8, sliding_window=WINDOW
+                [_place(b"a", [0, NUM_BLOCKS])], pool, sliding_window=WINDOW
             ),
             r"at \[1\], got \[0, 6\]",
         ),
         (
-            lambda store, pool: store.capture(b"b", pool, [0, 1], num_tokens=8, sliding_window=0),
+            lambda store, pool: store.capture([_place(b"b", [0, 1])], pool, sliding_window=0),
             "num_tokens and sliding_window expected >= 1, got 8 and 0",
         ),
     ],
@@ -222,10 +225,6 @@ def test_a_refusal_changes_nothing(
     store.check_invariants()
 
 
-def _place(key: bytes, window_blocks: list[int], num_tokens: int = 8) -> SnapshotPlace:
-    return SnapshotPlace(key=key, window_blocks=window_blocks, num_tokens=num_tokens)
-
-
 def test_several_are_restored_as_one_by_one() -> None:
     """Of different lengths, one of them twice; and each is a use of its entry."""
     store, source = SnapshotStore(1000), _pool(seed=2)
@@ -239,15 +238,13 @@ def test_several_are_restored_as_one_by_one() -> None:
     ]
     single, together = _pool(), _pool()
     for one in targets:
-        store.restore(
-            one.key, single, one.window_blocks, num_tokens=one.num_tokens, sliding_window=WINDOW
-        )
-    store.restore_all(targets, together, sliding_window=WINDOW)
+        store.restore([one], single, sliding_window=WINDOW)
+    store.restore(targets, together, sliding_window=WINDOW)
     for layer, window in single.window.items():
         assert torch.equal(window, together.window[layer])
         assert not torch.equal(window, _pool().window[layer])
     assert list(store._entries) == [b"c", b"b", b"a"]
-    store.restore_all([], together, sliding_window=WINDOW)
+    store.restore([], together, sliding_window=WINDOW)
 
 
 def test_several_are_captured_as_one_by_one() -> None:
@@ -265,17 +262,15 @@ def test_several_are_captured_as_one_by_one() -> None:
         _capture(store, b"old", pool)
         _capture(store, b"older", pool)
     for one in places:
-        single.capture(
-            one.key, pool, one.window_blocks, num_tokens=one.num_tokens, sliding_window=WINDOW
-        )
-    assert together.capture_all(places, pool, sliding_window=WINDOW) == [True] * 5
+        single.capture([one], pool, sliding_window=WINDOW)
+    assert together.capture(places, pool, sliding_window=WINDOW) == [True] * 5
     together.check_invariants()
     assert list(together._entries) == [b"older", b"old", b"a", b"c", b"b"]
     for key, entry in together._entries.items():
         assert torch.equal(entry.records, single._entries[key].records)
         assert entry.positions == single._entries[key].positions
         assert entry.records.untyped_storage().nbytes() == entry.records.nbytes
-    assert together.capture_all([], pool, sliding_window=WINDOW) == []
+    assert together.capture([], pool, sliding_window=WINDOW) == []
 
 
 def test_what_is_captured_together_does_not_evict_one_another() -> None:
@@ -284,10 +279,10 @@ def test_what_is_captured_together_does_not_evict_one_another() -> None:
         _capture(store, key)
     store.acquire(b"x")
     places = [_place(key, [1, 0]) for key in (b"a", b"b")]
-    assert store.capture_all(places, pool, sliding_window=WINDOW) == [True, False]
+    assert store.capture(places, pool, sliding_window=WINDOW) == [True, False]
     assert (list(store._entries), store.num_evictions, store.num_refused) == ([b"x", b"a"], 1, 1)
     with pytest.raises(ValueError, match="window_blocks expected"):
-        store.capture_all([_place(b"c", [1, 0]), _place(b"d", [1])], pool, sliding_window=WINDOW)
+        store.capture([_place(b"c", [1, 0]), _place(b"d", [1])], pool, sliding_window=WINDOW)
     assert list(store._entries) == [b"x", b"a"]
     store.check_invariants()
 
@@ -298,7 +293,7 @@ def test_if_one_cannot_be_restored_none_is(wrong: SnapshotPlace) -> None:
     _capture(store, b"a")
     _capture(store, b"c")
     with pytest.raises(ValueError, match="expected"):
-        store.restore_all([_place(b"a", [2, 3]), wrong], pool, sliding_window=WINDOW)
+        store.restore([_place(b"a", [2, 3]), wrong], pool, sliding_window=WINDOW)
     for layer, window in _pool().window.items():
         assert torch.equal(pool.window[layer], window)
     assert list(store._entries) == [b"a", b"c"]

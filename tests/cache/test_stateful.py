@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 from pcpkit.cache.blocks import BlockPool, OutOfBlocks
 from pcpkit.cache.pool import CachePool
 from pcpkit.cache.prefix import HashPrefixCache, PrefixEvent, block_hashes
-from pcpkit.cache.snapshot import SnapshotStore
+from pcpkit.cache.snapshot import SnapshotPlace, SnapshotStore
 
 BLOCK_SIZE = 2
 WINDOW = 3
@@ -197,13 +197,13 @@ class CacheMachine(RuleBasedStateMachine):
         window.fill_(255)
         table = list(range(num_blocks))
         rows = window.view(-1, RECORD_BYTES)[first:num_tokens]
-        sizes = {"num_tokens": num_tokens, "sliding_window": WINDOW}
+        place = SnapshotPlace(key=key, window_blocks=table, num_tokens=num_tokens)
         if not restore:
             rows.copy_(records)
-            stored = self.store.capture(key, self.caches, table, **sizes)
+            (stored,) = self.store.capture([place], self.caches, sliding_window=WINDOW)
             assert stored == (key in self.store)
         elif key in self.store:
-            self.store.restore(key, self.caches, table, **sizes)
+            self.store.restore([place], self.caches, sliding_window=WINDOW)
             assert torch.equal(rows, records)
 
     @precondition(lambda self: len(self.store) > 0)

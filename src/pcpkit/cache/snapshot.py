@@ -59,11 +59,13 @@ class SnapshotStore:
         >>> pool = CachePool(window={0: torch.cat([record, 0 * record])}, compressed={},
         ...                  index_keys={}, ring={}, compressed_record="nvfp4")
         >>> store = SnapshotStore(1024)
-        >>> store.capture(b"key", pool, [0], num_tokens=4, sliding_window=3)
-        True
+        >>> place = SnapshotPlace(key=b"key", window_blocks=[0], num_tokens=4)
+        >>> store.capture([place], pool, sliding_window=3)
+        [True]
         >>> store.num_bytes  # two records of one byte: positions 2 and 3
         2
-        >>> store.restore(b"key", pool, [1], num_tokens=4, sliding_window=3)
+        >>> place = SnapshotPlace(key=b"key", window_blocks=[1], num_tokens=4)
+        >>> store.restore([place], pool, sliding_window=3)
         >>> pool.window[0][1].flatten().tolist()
         [0, 0, 2, 3]
     """
@@ -107,50 +109,25 @@ class SnapshotStore:
         return self._num_refused
 
     def capture(
-        self,
-        key: bytes,
-        pool: CachePool,
-        window_blocks: Sequence[int],
-        *,
-        num_tokens: int,
-        sliding_window: int,
-    ) -> bool:
-        """Copy the window records before `num_tokens` of one request.
+        self, places: Sequence[SnapshotPlace], pool: CachePool, *, sliding_window: int
+    ) -> list[bool]:
+        """Copy the window records before the end of some prefixes, with few launches for all.
 
-        A key that is stored already is only marked as used: equal keys mean equal bytes.
+        A key that is stored already is only marked as used: equal keys mean equal bytes. Those are
+        marked first, and what is stored by one call is not evicted by it.
 
         Args:
-            key: block hash of the prefix that ends at `num_tokens`.
+            places: rows below their ends have been computed, exactly. A key may stand twice.
             pool: the caches of this rank; every layer's window is read.
-            window_blocks: the request's row of the window block table, by logical block.
-            num_tokens: H; the rows below it have been computed, exactly.
             sliding_window: W, tokens a row sees, its own included.
 
         Returns:
-            Whether the key is stored now. False if it does not fit beside the acquired entries:
-            counted in `num_refused`, nothing evicted.
+            Of each, whether its key is stored now. False if it does not fit beside the acquired
+            entries: counted in `num_refused`, nothing evicted for it.
 
         Raises:
-            ValueError: a block that is needed is not mapped, or a size is out of range.
-        """
-        place = SnapshotPlace(key=key, window_blocks=window_blocks, num_tokens=num_tokens)
-        return self.capture_all([place], pool, sliding_window=sliding_window)[0]
-
-    def capture_all(
-        self, places: Sequence[SnapshotPlace], pool: CachePool, *, sliding_window: int
-    ) -> list[bool]:
-        """`capture` for several requests at once, with about as many launches as for one.
-
-        Args:
-            places: a key may stand twice. Keys that are stored already are marked as used first,
-                and what is stored by one call is not evicted by it.
-            pool, sliding_window: as in `capture`.
-
-        Returns:
-            Of each, whether its key is stored now.
-
-        Raises:
-            ValueError: as in `capture`, for any of them; nothing was stored.
+            ValueError: a block that is needed is not mapped, or a size is out of range; nothing was
+                stored.
         """
         spans = [_positions(place.num_tokens, sliding_window) for place in places]
         slots = [
@@ -178,41 +155,19 @@ class SnapshotStore:
         return [place.key in self._entries for place in places]
 
     def restore(
-        self,
-        key: bytes,
-        pool: CachePool,
-        window_blocks: Sequence[int],
-        *,
-        num_tokens: int,
-        sliding_window: int,
-    ) -> None:
-        """Write the records of an entry into the window blocks of a request; a use of the entry.
-
-        Args:
-            key: a stored one.
-            pool: the caches of this rank; ``pool.window`` is mutated.
-            window_blocks: the request's row of the window block table; its blocks of positions
-                [max(H - W + 1, 0), H) are private to it.
-            num_tokens, sliding_window: as in `capture`.
-
-        Raises:
-            ValueError: the key is not stored, the entry holds other positions or fits another pool,
-                or as in `capture`; nothing was written.
-        """
-        place = SnapshotPlace(key=key, window_blocks=window_blocks, num_tokens=num_tokens)
-        self.restore_all([place], pool, sliding_window=sliding_window)
-
-    def restore_all(
         self, places: Sequence[SnapshotPlace], pool: CachePool, *, sliding_window: int
     ) -> None:
-        """`restore` for several requests at once: as many launches as for one.
+        """Write the records of entries into the window blocks of requests; a use of each entry.
 
         Args:
-            places: of requests that share no window block; a key may stand twice.
-            pool, sliding_window: as in `restore`.
+            places: of stored keys, and of requests that share no window block; the blocks of
+                positions [max(H - W + 1, 0), H) are private to them. A key may stand twice.
+            pool: the caches of this rank; ``pool.window`` is mutated.
+            sliding_window: as in `capture`.
 
         Raises:
-            ValueError: as in `restore`, for any of them; nothing was written.
+            ValueError: a key is not stored, an entry holds other positions or fits another pool, or
+                as in `capture`; nothing was written.
         """
         if not places:
             return

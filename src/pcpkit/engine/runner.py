@@ -162,13 +162,13 @@ class ModelRunner:
         if moves:
             assert self._snapshots is not None, "a restored snapshot has a store"
             window = self._model.config.sliding_window
-            self._snapshots.restore_all(_places(batch, moves), self._pool, sliding_window=window)
+            self._snapshots.restore(_places(batch, moves), self._pool, sliding_window=window)
 
     def _capture(self, batch: StepBatch, moves: Sequence[SnapshotMove]) -> None:
         if moves:
             assert self._snapshots is not None, "a captured snapshot has a store"
             window = self._model.config.sliding_window
-            self._snapshots.capture_all(_places(batch, moves), self._pool, sliding_window=window)
+            self._snapshots.capture(_places(batch, moves), self._pool, sliding_window=window)
 
     def _deal(self, batch: StepBatch) -> Partition:
         lengths, size = batch.query_lens.tolist(), self._model.groups.pcp.size
