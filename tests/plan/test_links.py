@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pcpkit.config import CacheConfig
 from pcpkit.plan.batch import StepBatch, cached_tokens, row_positions, row_requests
-from pcpkit.plan.links import PairLinks, link_layers, link_pairs
+from pcpkit.plan.links import PairLinks, link_layers
 from pcpkit.plan.partition import Partition, dual_chunk_swap, make_partition, whole_batch
 from pcpkit.plan.running import running_segments
 from pcpkit.testing.batches import RaggedBatch, RequestRows, Steps, assemble_steps
@@ -28,6 +28,8 @@ from pcpkit.testing.strategies import (
     step_schedules,
     step_sequences,
 )
+
+from .linking import link_pairs
 
 NOTHING = -1
 LAYOUT = CacheConfig(num_blocks=1, num_window_blocks=1, num_requests=1)

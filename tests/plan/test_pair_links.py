@@ -20,7 +20,6 @@ from pcpkit.parallel.groups import Groups
 from pcpkit.parallel.pcp import gather_rows, pick_rows
 from pcpkit.parallel.virtual import run_virtual_ranks
 from pcpkit.plan.batch import row_positions
-from pcpkit.plan.links import link_pairs
 from pcpkit.plan.partition import (
     STRATEGIES,
     Partition,
@@ -31,6 +30,8 @@ from pcpkit.plan.partition import (
 from pcpkit.testing.batches import RaggedBatch, RequestRows, Steps, assemble_steps
 from pcpkit.testing.compare import assert_replicas_equal, same_bits
 from pcpkit.testing.strategies import partition_strategies, step_schedules, step_sequences
+
+from .linking import link_pairs
 
 DIM, EPS = 8, 1e-6
 NORM = torch.linspace(0.5, 1.5, DIM).bfloat16()

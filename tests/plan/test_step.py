@@ -19,12 +19,13 @@ from torch import Tensor
 from pcpkit.config import CacheConfig
 from pcpkit.kernels.slot_gather import gather_slots_reference
 from pcpkit.plan.batch import StepBatch, row_positions, row_requests
-from pcpkit.plan.links import link_pairs
 from pcpkit.plan.partition import Partition, dual_chunk_swap, make_partition
 from pcpkit.plan.rows import LayerRows
 from pcpkit.plan.step import StepPlan, _packed_copies, plan_step
 from pcpkit.testing.batches import RaggedBatch, RequestRows, assemble_steps
 from pcpkit.testing.strategies import cache_layouts, partitions, ragged_batches
+
+from .linking import link_pairs
 
 RATIOS = (1, 2)
 

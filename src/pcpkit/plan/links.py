@@ -16,9 +16,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from pcpkit.plan.batch import StepBatch, cached_tokens, query_rows
+from pcpkit.plan.batch import StepBatch, cached_tokens
 from pcpkit.plan.partition import Partition
-from pcpkit.plan.running import RunningSegments, running_segments
+from pcpkit.plan.running import RunningSegments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -34,27 +34,6 @@ class PairLinks:
     """``(num_open,)`` int64, exchanged row that stays open after the step, alike on all ranks."""
     open_slots: Tensor
     """``(num_open,)`` int64, ring slot it is stored in."""
-
-
-def link_pairs(batch: StepBatch, partition: Partition, rank: int, ring_rows: int) -> PairLinks:
-    """Link the ratio-2 groups that ``rank`` closes in a layer that runs all rows.
-
-    Args:
-        batch: the global batch; groups below ``num_cached_tokens`` are not closed.
-        partition: rows of every rank.
-        rank: whose links.
-        ring_rows: rows of a ring block; position ``p`` lives in row ``p % ring_rows``.
-
-    Example:
-        One request at 5 computed tokens, query of 3 (positions 5, 6, 7), one rank, ring block 0, 8
-        ring rows: local rows 0 and 2 close; row 0's predecessor is ring slot 4, row 2's is row 1;
-        nothing stays open.
-    """
-    rows, mine = query_rows(batch), partition.rows[rank]
-    positions, cached = rows.positions[mine], cached_tokens(batch)[rows.requests[mine]]
-    closing = ((positions % 2 == 1) & (positions >= cached)).nonzero()[:, 0]
-    every = running_segments(partition, torch.zeros(1, batch.num_reqs, dtype=torch.int64))
-    return link_layers(batch, partition, rank, ring_rows, every, closing, closing[None])[0]
 
 
 def link_layers(
@@ -79,6 +58,11 @@ def link_layers(
 
     Returns:
         One entry a layer.
+
+    Example:
+        One request at 5 computed tokens, query of 3 (positions 5, 6, 7), one rank, ring block 0, 8
+        ring rows, a layer that runs all of it: local rows 0 and 2 close; row 0's predecessor is
+        ring slot 4, row 2's is row 1; nothing stays open.
     """
     exchange = _exchange(partition, running)
     # Within a segment an odd row follows its partner.
