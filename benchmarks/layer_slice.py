@@ -4,8 +4,9 @@ For measurements that need the work of a real layer without the real weights. Th
 the host never holds the model: each tensor is drawn on the device, as for the tiny checkpoints, and
 goes straight into `load_weights`. One rank.
 
-What differs from the release: the number of layers, a small vocabulary and a small Engram table,
-which like the real one lies in page-locked host memory beside a GPU. No draft layers.
+What differs from the release: the number of layers, one of them with a window only and one with
+Engram, where it has two of each; a small vocabulary and a small Engram table, which like the real
+one lies in page-locked host memory beside a GPU. No draft layers.
 """
 
 from __future__ import annotations

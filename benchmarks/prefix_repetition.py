@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.plot:
             check_plotting()
         model = load(given, shape, config)
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, OSError) as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
     began = time.monotonic()
@@ -229,7 +229,7 @@ def config_of(given: argparse.Namespace, shape: WorkloadShape) -> EngineConfig:
 
 
 def load(given: argparse.Namespace, shape: WorkloadShape, config: EngineConfig) -> TextModel:
-    """The model of --checkpoint or --preset. Raises ValueError or ImportError if it cannot be."""
+    """The model of --checkpoint or --preset. Raises ValueError, ImportError or OSError."""
     device = resolve_device(given.device)
     max_model_len = shape.prompt_len + 1
     if _is_slice(given):
@@ -277,15 +277,15 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     quick = argparse.BooleanOptionalAction
     add("--quick", action=quick, help=f"all lengths over {QUICK}, unless given; default on a CPU")
     add("--num-prefixes", type=int, default=shape.num_prefixes)
-    add("--prefix-len", type=int, help=f"tokens; default {shape.prefix_len}")
-    add("--suffix-len", type=int, help=f"tokens; default {shape.suffix_len}")
+    add("--prefix-len", type=int, help=f"tokens; default {shape.prefix_len}, unless quick")
+    add("--suffix-len", type=int, help=f"tokens; default {shape.suffix_len}, unless quick")
     add("--num-prompts", type=int, default=shape.num_prompts)
     add("--warmups", type=int, default=shape.num_warmups, help="prompts sent before, and again")
     add("--concurrency", type=int, default=8, help="requests in the engine at any time")
     add("--seed", type=int, default=shape.seed)
     add("--rounds", type=int, default=1, help="how often all policies run; default 1")
-    add("--chunk-tokens", type=int, help="rows of a step at most; default 4096, on a CPU 1024")
-    add("--block-size", type=int, help="tokens of a cached block; default 64")
+    add("--chunk-tokens", type=int, help="rows of a step; default 4096, quick or on a CPU 1024")
+    add("--block-size", type=int, help="tokens of a cached block; default 64, unless quick")
     add("--results", type=Path, default=RESULTS)
     add("--plot", action=argparse.BooleanOptionalAction, default=True)
     add("--commit", help="where there is no .git: the commit that is measured")

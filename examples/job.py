@@ -23,7 +23,7 @@ from pcpkit.engine import (
     open_checkpoint,
     resolve_device,
 )
-from pcpkit.model.tiny import cached_tiny_checkpoint
+from pcpkit.model.tiny import PRESETS, cached_tiny_checkpoint
 from pcpkit.parallel.agreement import check_alike, first_problem
 from pcpkit.parallel.collectives import check_world_size, device_of_rank
 from pcpkit.parallel.groups import Group
@@ -155,10 +155,10 @@ def check_outputs(options: argparse.Namespace) -> None:
         check_plotting()
 
 
-def default_checkpoint() -> Path:
-    """The small checkpoint, made on the first use."""
+def default_checkpoint(preset: str = PRESETS[0]) -> Path:
+    """A small checkpoint, made on the first use."""
     try:
-        return cached_tiny_checkpoint()
+        return cached_tiny_checkpoint(preset=preset)
     except (OSError, ImportError) as error:
         raise ValueError(
             f"--checkpoint expected to default to a small one in ~/.cache/pcpkit, got {error}; "

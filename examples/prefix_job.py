@@ -6,13 +6,13 @@ import argparse
 import hashlib
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from command_line import EXIT_CODES, OneLineParser, add_ranks, positive, ranks_of, reduce_of
-from job import MAX_REQUESTS, Job
+from job import MAX_REQUESTS, Job, default_checkpoint
 from pcpkit.cache.replay import (
     BoundedReplay,
     ExactReplay,
@@ -28,7 +28,7 @@ from pcpkit.engine import (
     open_checkpoint,
     resolve_device,
 )
-from pcpkit.model.tiny import PRESETS, cached_tiny_checkpoint
+from pcpkit.model.tiny import PRESETS
 from pcpkit.parallel.collectives import device_of_rank
 from pcpkit.parallel.groups import Group
 from prompts import Prompt
@@ -119,8 +119,8 @@ def check_input(options: argparse.Namespace, world: Group) -> PrefixJob:
             f"{options.checkpoint}; leave one of them out"
         )
     device = device_of_rank(resolve_device(options.device))
-    folder = options.checkpoint or cached_tiny_checkpoint(preset=options.preset or PRESETS[0])
-    checkpoint = open_checkpoint(folder)
+    preset = options.preset or PRESETS[0]
+    checkpoint = open_checkpoint(options.checkpoint or default_checkpoint(preset))
     ranks = ranks_of(options)
     ranks.validate(checkpoint.config)
     requests = make_requests(options, checkpoint.config.vocab_size)
@@ -140,11 +140,7 @@ def check_input(options: argparse.Namespace, world: Group) -> PrefixJob:
         device=device,
         prompts=[Prompt(label=r.request_id, text=None) for r in requests],
         requests=requests,
-        engine=EngineConfig(
-            chunk_tokens=limits.chunk_tokens,
-            max_requests=limits.max_requests,
-            num_blocks=blocks + limits.max_requests,
-        ),
+        engine=replace(limits, num_blocks=blocks + limits.max_requests),
         ranks=ranks,
         reduce=reduce,
     )

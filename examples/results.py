@@ -1,4 +1,4 @@
-"""What `prefill.py` leaves behind: a JSON report, a safetensors dump, a table.
+"""What the examples leave behind: a JSON report, a safetensors dump, a table.
 
 Files appear complete or not at all: each is written beside its target and renamed at the end.
 """

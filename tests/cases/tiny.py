@@ -42,6 +42,7 @@ from pcpkit.model.decoder import TextModel
 from pcpkit.model.tiny_weights import draw_tensors
 from pcpkit.model.weights import load_weights
 from pcpkit.plan.step import StepPlan
+from pcpkit.testing.compare import same_bits
 from tests.engine.dataflow_model import (
     MASK,
     NUM_GROUPS_READ,
@@ -122,7 +123,7 @@ def assert_same(left: RequestOutput, right: RequestOutput) -> None:
     """The same tokens, and the same bits of the logits if both kept them."""
     assert left.token_ids == right.token_ids
     if left.logits is not None and right.logits is not None:
-        assert torch.equal(left.logits, right.logits)
+        assert same_bits(left.logits, right.logits)
 
 
 def assert_cold(model: TextModel, outputs: Sequence[RequestOutput]) -> None:
