@@ -157,6 +157,31 @@ def test_a_step_that_fails_takes_its_requests_along_and_no_others(replay: Replay
     _assert_clean(engine)
 
 
+def test_a_step_that_fails_leaves_no_snapshot() -> None:
+    """Neither of a hit nor of a prompt: its window records are as wrong as its logits."""
+    engine = _engine(SnapshotReplay())
+    forward = engine.model.forward
+
+    def spoil(plan: StepPlan, pool: CachePool) -> Tensor:
+        logits = forward(plan, pool)
+        for window in pool.window.values():
+            window.fill_(1)
+        return torch.full_like(logits, torch.nan)
+
+    asked = request("asked", PREFIX[:15], max_new_tokens=2, ignore_eos=True)
+    engine.model.forward = spoil  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(FloatingPointError):
+        engine.generate([asked])
+    assert engine._snapshots is not None
+    assert len(engine._snapshots) == 0
+    engine.model.forward = forward  # pyright: ignore[reportAttributeAccessIssue]
+    for hit in (0, 12):
+        (output,) = engine.generate([asked])
+        assert output.num_cached_tokens == hit
+        assert output.token_ids == _alone(output)
+    _assert_clean(engine)
+
+
 def test_errors_do_not_add_up() -> None:
     """Fifty prompts, a pool for one: finish, abort and failure in turn (field scenario B181)."""
     engine = _engine(ExactReplay())

@@ -219,7 +219,8 @@ class EngineMachine(RuleBasedStateMachine):
             plan, restore, captures = state.stay.replay, state.stay.restore, state.stay.captures
             adopted = plan.num_cached_tokens // BLOCK
             assert all(blocks.is_cached(block) for block in state.tables.blocks[:adopted])
-            # Nothing is held of a snapshot that was copied, and no other one is to be kept.
+            # Nothing is held of a snapshot that was copied; those to be kept are at the ends of hit
+            # and prompt, and not reached yet.
             assert restore is None, "a snapshot is held behind the step that copied it"
             prompt_end = (state.num_prefill_tokens - 1) // BLOCK * BLOCK
             for point in captures:

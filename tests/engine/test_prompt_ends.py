@@ -1,8 +1,9 @@
-"""Snapshots at the ends of prompts: sent again, gone on from; trims take precedence."""
+"""Snapshots at the ends of prompts: sent again, gone on from; and who waits for a snapshot."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -100,6 +101,23 @@ def test_a_hit_keeps_its_own_end_and_that_of_its_prompt() -> None:
     assert engine._snapshots.num_bytes == 4 * ENTRY_BYTES
 
 
+def test_the_two_ends_of_a_prefill_may_lie_in_different_steps() -> None:
+    """64 shared tokens and 20 more, in chunks of 14: the second end is not forgotten."""
+    tails = [random_prompt(20, n) for n in (1, 2)]
+    asked = [_ask(str(n), (*PROMPT[:64], *tails[n])) for n in (0, 1)]
+    asked.append(_ask("again", (*PROMPT[:64], *tails[1])))
+    assert _starts(_one_by_one(_engine(chunk=14), asked)) == [(0, 0), (64, 12), (80, 0)]
+
+
+def test_a_prompt_behind_a_hit_is_waited_for_too() -> None:
+    """Both ends of a running request count: the second has its prompt's before it starts."""
+    engine = _engine()
+    engine.generate([_ask("first", PROMPT)])
+    longer = (*PROMPT[:68], *random_prompt(10, 1))
+    outputs = engine.generate([_ask(name, longer) for name in "ab"])
+    assert _starts(outputs) == [(68, 0), (76, 0)]
+
+
 def test_who_sends_the_same_prompt_at_once_waits_for_its_end() -> None:
     engine = _engine()
     outputs = engine.generate([_ask(name, PROMPT) for name in "abc"])
@@ -113,3 +131,47 @@ def test_a_trimmed_prefill_keeps_only_what_a_hit_asks_for(trim: TrimSetting) -> 
     engine = _engine(trim=trim)
     outputs = _one_by_one(engine, [_ask(name, PROMPT) for name in "abc"])
     assert [output.num_replayed_rows for output in outputs] == [0, 12, 0]
+
+
+@pytest.mark.parametrize(("priority", "rows"), [(0, 12 + 8), (1, 0)])
+def test_only_snapshots_of_better_or_equal_requests_are_waited_for(
+    priority: int, rows: int
+) -> None:
+    """One of priority 1 rebuilds the windows; one of 0 does it again rather than wait."""
+    engine = _engine(SnapshotReplay(keeps_prompt_ends=False))
+    first, keeper, other = (
+        _ask(name, (*PROMPT[:64], *random_prompt(8, seed)))
+        for seed, name in enumerate(("first", "keeper", "other"))
+    )
+    engine.generate([first])
+    engine.submit(replace(keeper, priority=1))
+    engine.step(4)  # a part of its cone
+    engine.submit(replace(other, priority=priority))
+    assert engine._states["keeper"].num_computed_tokens == 64 - 12 + 4
+    engine.step(rows or 4)
+    state = engine._states["other"]
+    assert (state.num_computed_tokens - 52 if state.stay else 0) == rows
+    outputs = {output.request.request_id: output for output in engine.run()}
+    assert outputs["other"].num_replayed_rows == (12 if rows else 0)
+    _starts(list(outputs.values()))
+
+
+@pytest.mark.parametrize("is_short_one_stored", [False, True])
+def test_nobody_waits_for_what_is_larger_than_the_store(is_short_one_stored: bool) -> None:
+    """Whether the end of a prompt shorter than a window fits, and is there, or not."""
+    config = dataflow_config(sliding_window=12)
+    row = 4 * (config.head_dim + config.head_dim // 32)
+    store = SnapshotStore(6 * row)
+    engine = Engine(
+        dataflow_model(config),
+        EngineConfig(chunk_tokens=200, block_size=4, window_block_size=4),
+        replay=SnapshotReplay(),
+        snapshots=store,
+    )
+    engine.generate([_ask("first", (*PROMPT[:64], *random_prompt(8, 1)), 1)])
+    if is_short_one_stored:
+        engine.generate([_ask("short", random_prompt(6, 77), 1)])
+    assert (len(store), store.is_too_small) == (int(is_short_one_stored), True)
+    for seed in (2, 3, 4):
+        engine.submit(_ask(str(seed), (*PROMPT[:64], *random_prompt(8, seed)), 1))
+    assert len(engine.step().finished) == 3

@@ -14,8 +14,8 @@ what; all of them leave the cached bytes below H as they are.
 - `SnapshotReplay`: the first hit that ends at H does that, then keeps the window records before H;
   later hits that end there copy them back and compute nothing below H. A longer hit may copy them
   back too: it runs the rows from there to its own end in all layers, and keeps the records there.
-  Every prefill keeps those before its own end as well, for whoever sends that prompt again or goes
-  on from it.
+  A prefill keeps those at its own end as well (the last full block before its last token), for
+  whoever sends that prompt again or goes on from it.
 
 All the cached prefix is adopted, or nothing: where the rows start does not change what is written.
 
@@ -148,7 +148,8 @@ class ReplayPolicy(Protocol):
 
     @property
     def keeps_prompt_ends(self) -> bool:
-        """Whether a prefill keeps a snapshot where its last full block ends, hit or not."""
+        """Whether a prefill, hit or not, keeps a snapshot at the last full block before its last
+        token; never if it looks nothing up (``logits="all"``) or the engine trims."""
         ...
 
     def plan(
@@ -251,7 +252,7 @@ class SnapshotReplay:
     """Restore the last window records that are stored, or replay exactly, and store those before H.
 
     Whichever runs fewer rows, summed over the layers. A hit of fewer than W tokens without a
-    snapshot is cold, and leaves none at its end.
+    snapshot is cold, and leaves none at its end unless its prompt ends there.
 
     Args:
         keeps_prompt_ends: see `ReplayPolicy`. Off, only hits leave snapshots: less to copy and to

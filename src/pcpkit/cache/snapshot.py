@@ -79,6 +79,7 @@ class SnapshotStore:
         self._num_bytes = 0
         self._num_evictions = 0
         self._num_refused = 0
+        self._is_too_small = False
 
     def __contains__(self, key: bytes) -> bool:
         """Whether `key` is stored; not a use."""
@@ -87,11 +88,6 @@ class SnapshotStore:
     def __len__(self) -> int:
         """Entries."""
         return len(self._entries)
-
-    @property
-    def byte_budget(self) -> int:
-        """Bytes that all entries together may take."""
-        return self._byte_budget
 
     @property
     def num_bytes(self) -> int:
@@ -107,6 +103,11 @@ class SnapshotStore:
     def num_refused(self) -> int:
         """Captures for which there was no room, even without all entries that may leave."""
         return self._num_refused
+
+    @property
+    def is_too_small(self) -> bool:
+        """Whether a capture was refused that is larger than the whole budget."""
+        return self._is_too_small
 
     def capture(
         self, places: Sequence[SnapshotPlace], pool: CachePool, *, sliding_window: int
@@ -148,6 +149,7 @@ class SnapshotStore:
                 num_bytes += more
             else:
                 self._num_refused += 1
+                self._is_too_small |= more > self._byte_budget
         copies = self._copies(pool, [slots[index] for index in taken.values()])
         for (key, index), records in zip(taken.items(), copies, strict=True):
             self._entries[key] = _Entry(records, spans[index], 0)

@@ -55,7 +55,8 @@ class PrefixReader:
         policy: what a hit computes.
         shape: of the model and its caches.
         snapshots: for a policy that uses them.
-        keeps_prompt_ends: whether a prefill keeps a snapshot at its last full block.
+        trims: whether prefills may be trimmed: they have not the rows then, in the last layers,
+            that a snapshot at the end of a prompt needs.
     """
 
     def __init__(
@@ -65,14 +66,14 @@ class PrefixReader:
         shape: ReplayShape,
         snapshots: SnapshotStore | None,
         *,
-        keeps_prompt_ends: bool = False,
+        trims: bool = False,
     ) -> None:
         self._prefix = prefix
         self._policy = policy
         self._shape = shape
         self._block_size = shape.block_size
         self._snapshots = snapshots if policy.uses_snapshots else None
-        self._keeps_prompt_ends = keeps_prompt_ends and self._snapshots is not None
+        self._keeps_prompt_ends = policy.keeps_prompt_ends and not trims
 
     def reads(self, state: RequestState) -> bool:
         """Whether a request looks up at all: not if it needs the logits of every prompt row."""
@@ -113,7 +114,8 @@ class PrefixReader:
                 break
             length, exact = length + 1, exact and block.exact
         kept = {name for name, best in under_way.snapshots.items() if best <= priority}
-        if self._snapshots is None or self._is_too_small(self._snapshots):
+        if self._snapshots is None or self._snapshots.is_too_small:
+            # One that is refused is not worth waiting for.
             kept = set[bytes]()
         if length == len(match.blocks) and not kept:
             return False
@@ -142,11 +144,6 @@ class PrefixReader:
         for point in state.stay.captures:
             best = found.snapshots.get(point.key, own.priority)
             found.snapshots[point.key] = min(own.priority, best)
-
-    @staticmethod
-    def _is_too_small(snapshots: SnapshotStore) -> bool:
-        """Whether the store holds not even one snapshot, so that none is worth waiting for."""
-        return not len(snapshots) and snapshots.num_refused > 0
 
     def _usable_hashes(self, state: RequestState) -> list[bytes]:
         """Names of the full blocks before the last token, which must run to give logits."""

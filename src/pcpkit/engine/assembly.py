@@ -56,14 +56,7 @@ def make_scheduler(
             num_spare_blocks=config.num_spare_blocks,
             reserve=config.reserve,
         ),
-        PrefixReader(
-            prefix,
-            replay,
-            shape,
-            snapshots,
-            # A trimmed prefill has not the rows for it in its last layers.
-            keeps_prompt_ends=replay.keeps_prompt_ends and config.trim == "off",
-        ),
+        PrefixReader(prefix, replay, shape, snapshots, trims=config.trim != "off"),
         PrefixPublisher(prefix, config.block_size),
         snapshots,
         stats,

@@ -295,15 +295,16 @@ class Engine:
             trims=self.config.trim != "off",
         )
         restores, captures = snapshot_moves(scheduled)
-        logits = self._runner.run(batch, request_ids, restores=restores, captures=captures)
+        logits = self._runner.run(batch, request_ids, restores=restores)
         pieces = logits.split([rows.num_logits for rows in scheduled])
         sampling = [
             (rows.state, piece[-1])
             for rows, piece in zip(scheduled, pieces, strict=True)
             if rows.samples and rows.state.request.request_id not in self._aborted
         ]
-        # Before anything is accounted for: rows that give NaN are not published.
+        # Before anything is accounted for: of rows that give NaN nothing is published or kept.
         tokens = _next_tokens(sampling)
+        self._runner.capture(batch, captures)
         for rows, piece in zip(scheduled, pieces, strict=True):
             if piece.shape[0] and rows.state.request.params.logits != "none":
                 # A copy: a view would keep the logits of the whole step alive.

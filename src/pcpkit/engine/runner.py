@@ -110,7 +110,6 @@ class ModelRunner:
         request_ids: tuple[str, ...],
         *,
         restores: Sequence[SnapshotMove] = (),
-        captures: Sequence[SnapshotMove] = (),
     ) -> Tensor:
         """Compute one step: writes the caches, returns its (num_logits, vocab) fp32 logits.
 
@@ -118,7 +117,6 @@ class ModelRunner:
             batch: the global batch, the same on every rank.
             request_ids: of its requests, in order.
             restores: snapshots to copy back before the forward, of requests that start.
-            captures: records to keep after it, of requests that have computed so many tokens.
 
         Raises:
             ValueError: the batch is inconsistent, too large, or does not continue what was computed
@@ -140,7 +138,6 @@ class ModelRunner:
         ).to(self._model.device)
         self._restore(batch, restores)
         logits = self._model.forward(plan, self._pool)
-        self._capture(batch, captures)
         self._computed.advance(batch, request_ids)
         self._observe(
             ComputedStep(
@@ -154,6 +151,18 @@ class ModelRunner:
         )
         return logits
 
+    def capture(self, batch: StepBatch, moves: Sequence[SnapshotMove]) -> None:
+        """Keep window records of requests of the step that was run last.
+
+        Args:
+            batch: of that step; blocks are still as planned.
+            moves: of requests that have computed so many tokens.
+        """
+        if moves:
+            assert self._snapshots is not None, "a captured snapshot has a store"
+            window = self._model.config.sliding_window
+            self._snapshots.capture(_places(batch, moves), self._pool, sliding_window=window)
+
     def forget(self, request_id: str) -> None:
         """A request ended or lost its blocks; its id may start again."""
         self._computed.forget(request_id)
@@ -163,12 +172,6 @@ class ModelRunner:
             assert self._snapshots is not None, "a restored snapshot has a store"
             window = self._model.config.sliding_window
             self._snapshots.restore(_places(batch, moves), self._pool, sliding_window=window)
-
-    def _capture(self, batch: StepBatch, moves: Sequence[SnapshotMove]) -> None:
-        if moves:
-            assert self._snapshots is not None, "a captured snapshot has a store"
-            window = self._model.config.sliding_window
-            self._snapshots.capture(_places(batch, moves), self._pool, sliding_window=window)
 
     def _deal(self, batch: StepBatch) -> Partition:
         lengths, size = batch.query_lens.tolist(), self._model.groups.pcp.size

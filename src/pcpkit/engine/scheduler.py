@@ -188,10 +188,12 @@ class Scheduler:
             # A victim had been given rows: deal again without it, which changes other rows too.
 
     def advance(self, rows: ScheduledRows) -> None:
-        """Account for rows that were computed: publish full blocks, retire window blocks."""
+        """Account for rows that were computed, and for the snapshots restored and kept with them.
+
+        Full blocks are published and window blocks retired.
+        """
         rows.state.num_computed_tokens = rows.end
-        kept = rows.captures
-        rows.stay.captures = tuple(point for point in rows.stay.captures if point not in kept)
+        rows.stay.captures = tuple(p for p in rows.stay.captures if p.num_tokens > rows.end)
         self._let_snapshot_go(rows.stay)
         self._publisher.publish(rows.state)
         self._tables.retire(rows.tables, rows.end)

@@ -47,7 +47,8 @@ class EngineConfig:
     max_rows_per_rank: int | None = None
     """Rows of one step at most on any PCP rank; None leaves it to `chunk_tokens` alone."""
     trim: TrimSetting = "off"
-    """`exact` changes no result, `bounded` is the published approximation."""
+    """`exact` changes no result, `bounded` is the published approximation. With either, prefills
+    leave no snapshot at their ends (`ReplayPolicy.keeps_prompt_ends`); hits still do."""
     num_spare_blocks: int | None = None
     """Compressed blocks that an admission leaves free for running requests to grow into, as far as
     they can; None is one for each. More of them, fewer preemptions."""

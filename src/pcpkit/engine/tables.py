@@ -59,11 +59,6 @@ class CacheTables:
         return self._blocks
 
     @property
-    def block_size(self) -> int:
-        """Tokens a compressed block."""
-        return self._cache.block_size
-
-    @property
     def num_free_window_blocks(self) -> int:
         """Window blocks that nobody holds."""
         return self._window_blocks.num_free
