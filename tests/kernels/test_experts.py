@@ -353,12 +353,19 @@ def test_public_function_names_what_does_not_fit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_pairs", "num_experts", "rows", "weights"),
-    [(24576, 384, 64, 128), (98304, 384, 128, 256), (6144, 384, 32, 128), (48, 384, 16, 128)],
+    ("mean", "rows", "weights", "registers"),
+    [
+        *((0, 16, 128, None), (11, 16, 128, None)),
+        *((12, 32, 128, 168), (28, 32, 128, 168)),
+        *((29, 64, 128, 168), (64, 64, 128, 168), (72, 64, 128, 168)),
+        *((73, 128, 256, None), (256, 128, 256, None)),
+    ],
 )
-def test_launch_choice(num_pairs: int, num_experts: int, rows: int, weights: int) -> None:
-    choice = grouped.choose_experts(num_pairs, num_experts)
+def test_launch_choice(mean: int, rows: int, weights: int, registers: int | None) -> None:
+    """By pairs an expert."""
+    choice = grouped.choose_experts(384 * mean, 384)
     assert (choice.block_rows, choice.block_weights) == (rows, weights)
+    assert choice.max_registers == registers
     assert choice.block_weights % (16 * choice.num_warps) == 0, "below that Triton emits no wgmma"
 
 

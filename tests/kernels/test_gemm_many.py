@@ -48,6 +48,21 @@ def test_groups_and_fp32_results(tile: ManyChoice, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", MODES)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_group_does_not_see_the_next_one(value: float, device: str) -> None:
+    """96 channels a group: the second block of 64 would read 32 of the next group's rows."""
+    generator = torch.Generator().manual_seed(8)
+    x = torch.randint(-8, 9, (70, 3, 96), generator=generator).bfloat16().to(device)
+    weight = torch.randint(-8, 9, (120, 96), generator=generator).bfloat16().to(device)
+    clean, spoilt = (torch.full((70, 3, 40), torch.nan, device=device) for _ in range(2))
+    gemm_many(x, weight, clean, choice=_TILES[2])
+    x[:, 1] = value
+    gemm_many(x, weight, spoilt, choice=_TILES[2])
+    assert same_bits(spoilt[:, [0, 2]], clean[:, [0, 2]])
+    assert not spoilt[:, 1].isfinite().any()
+
+
+@pytest.mark.parametrize("device", MODES)
 def test_what_does_not_suit_takes_the_other_kernel(device: str) -> None:
     """Rows that are not 16-byte aligned, groups that lie apart, FP32 rows."""
     generator = torch.Generator().manual_seed(7)
@@ -144,12 +159,13 @@ def test_pair_reference_and_registration() -> None:
         (4096, 5120, 1024, 1, 8, _PARTS_TILE),
         (1024, 384, 5120, 1, 1, None),
         (4096, 5120, 96, 1, 8, None),
+        (4096, 4096, 96, 8, 1, None),
     ],
 )
 def test_launch_choice(
     num_rows: int, num_cols: int, depth: int, groups: int, parts: int, tile: ManyChoice | None
 ) -> None:
-    """The fastest measured tile of every layer of the model at 4,096 rows."""
+    """The fastest measured tile of every layer of the model at 4,096 rows; `_gemm` for others."""
     assert choose_many(num_rows, num_cols, depth, groups, parts) == tile
 
 

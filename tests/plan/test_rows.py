@@ -15,11 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pcpkit.plan.batch import BatchReplay, StepBatch
+from pcpkit.plan.partition import make_partition
 from pcpkit.plan.rows import LayerRows
 from pcpkit.plan.running import running_segments
 from pcpkit.plan.step import StepPlan, plan_step
 from pcpkit.plan.trim import Trim
-from pcpkit.testing.batches import PrefixHit, RaggedBatch, Steps, assemble_steps
+from pcpkit.testing.batches import (
+    PrefixHit,
+    RaggedBatch,
+    RequestRows,
+    Steps,
+    assemble_steps,
+)
 from pcpkit.testing.strategies import partitions, step_schedules, step_sequences
 
 from .replayed import (
@@ -47,8 +54,14 @@ def test_rows_of_every_layer(step: Step) -> None:
         known, below = step.partition.rows[rank].tolist(), plan.layer_rows(0)
         for layer in range(NUM_LAYERS):
             rows, mine = plan.layer_rows(layer), local_rows(step, rank, layer)
-            if rows is not below and rows.kept is not None:
-                known = [known[index] for index in rows.kept.tolist()]
+            if rows is not below:
+                every = range(step.partition.size)
+                same = all(
+                    local_rows(step, r, layer) == local_rows(step, r, layer - 1) for r in every
+                )
+                assert (rows.kept is None) == same
+                if rows.kept is not None:
+                    known = [known[index] for index in rows.kept.tolist()]
             below = rows
             assert known == mine
             assert rows.num_rows == len(mine)
@@ -174,6 +187,27 @@ def test_idle_bounds_are_dropped(step: Step) -> None:
             ]
             assert torch.equal(*lowest)
             assert torch.equal(want.window_slots, got.window_slots)
+
+
+def test_a_decode_far_behind_its_hit_runs_like_any_other() -> None:
+    """A window past the last start no bound is left, and all layers share their rows."""
+    hit = PrefixHit(num_tokens=8, layer_starts=(0, 2, 4, 6, 8))
+    one = RequestRows(
+        request=0,
+        num_computed_tokens=8 + WINDOW,
+        query_len=1,
+        is_prefilling=False,
+        num_logits=1,
+        hit=hit,
+    )
+    rows = RaggedBatch(requests=(one,))
+    batch = assemble_steps([rows], LAYOUT).batches[0]
+    partition = make_partition([1], [False], 1)
+    (bounded,) = plan_all(rows, batch, partition, LAYOUT, None).plans
+    (idle,) = plan_all(rows, batch, partition, LAYOUT, None, sliding_window=WINDOW).plans
+    assert len(bounded.layers) == NUM_LAYERS
+    assert len(idle.layers) == 1
+    assert idle.layers[0].window_floor.tolist() == [0]
 
 
 # --- windows of a schedule ----------------------------------------------------------------------

@@ -21,7 +21,7 @@ from pcpkit.kernels.slot_gather import gather_slots_reference
 from pcpkit.plan.batch import StepBatch, row_positions, row_requests
 from pcpkit.plan.partition import Partition, dual_chunk_swap, make_partition
 from pcpkit.plan.rows import LayerRows
-from pcpkit.plan.step import StepPlan, _packed_copies, plan_step
+from pcpkit.plan.step import StepPlan, _collect, _packed_copies, _rebuilt, plan_step
 from pcpkit.testing.batches import RaggedBatch, RequestRows, assemble_steps
 from pcpkit.testing.strategies import cache_layouts, partitions, ragged_batches
 
@@ -343,6 +343,15 @@ def test_a_packed_plan_has_the_values_of_the_plan(step: Step) -> None:
         copies = _packed_copies(list(originals.values()), torch.device("cpu"))
         for (name, tensor), copy in zip(originals.items(), copies, strict=True):
             assert torch.equal(tensor, copy), name
+        # Put together again as `to` does: every tensor is where it was.
+        tensors: dict[int, Tensor] = {}
+        _collect(plan, tensors)
+        moved = _packed_copies(list(tensors.values()), torch.device("cpu"))
+        rebuilt = dict(tensors_of(_rebuilt(plan, dict(zip(tensors, moved, strict=True)))))
+        assert rebuilt.keys() == originals.keys()
+        for name, tensor in originals.items():
+            assert rebuilt[name] is not tensor or not tensor.numel(), name
+            assert torch.equal(rebuilt[name], tensor), name
 
 
 @pytest.mark.parametrize(

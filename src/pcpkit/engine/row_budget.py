@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pcpkit.plan.partition import PartitionStrategy, make_partition
+from pcpkit.plan.partition import PartitionStrategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +22,9 @@ class RankLimit:
 
     def excess(self, query_lens: list[int], is_prefilling: list[bool]) -> int:
         """Rows above the limit on the rank that gets most; negative if there is room."""
-        dealt = make_partition(query_lens, is_prefilling, self.size, self.strategy)
-        return dealt.num_padded_rows - self.max_rows
+        dealt = self.strategy(query_lens, is_prefilling, self.size)
+        fullest = max(sum(segment.num_rows for segment in owned) for owned in dealt)
+        return fullest - self.max_rows
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

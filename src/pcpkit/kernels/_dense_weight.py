@@ -1,9 +1,10 @@
 """FP8 weights as BF16, once a call, for many rows.
 
 A GEMM over many rows reads every weight tile again for every tile of rows. Dequantizing the weight
-into a workspace first costs 3 bytes of traffic a weight and leaves a plain BF16 GEMM, which runs
-1.35 times as fast (measured on an H200). The values are exact and stand in the operand order of the
-fused path, so both paths give the same bits and the number of rows may choose between them.
+into a workspace first costs 3 bytes of traffic a weight and leaves a plain BF16 GEMM, which ran
+1.35 times as fast on an H200 before `_gemm_many` made it faster still. The values are exact and
+stand in the operand order of the fused path, so both paths give the same bits and the number of
+rows may choose between them.
 
 One launch prepares everything a call needs: its programs take a tile of the rows, to be quantized,
 or of a weight. Two weights over the same rows stand below each other, so that one GEMM and one
@@ -23,8 +24,8 @@ from pcpkit.kernels._gemm import fp8_values
 from pcpkit.kernels._operand import in_order, mxfp8_rounded
 
 MANY_ROWS = 1024
-"""From this many rows on the workspace is used. Measured at 4,096 rows only (32768 x 1280: 591
-against 738 us); where it starts to pay is an estimate."""
+"""From this many rows on the workspace is used. Measured at 4,096 rows only (32768 x 1280: 528 us
+with `_gemm_many`, 738 us without a workspace); where it starts to pay is an estimate."""
 
 _ROWS, _DEPTH, _WARPS = 4, 512, 4
 """Tile of one program. On an H200 2 to 16 rows and 4 or 8 warps differ by 5 %."""

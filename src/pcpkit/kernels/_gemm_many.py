@@ -171,8 +171,8 @@ def choose_many(
     # Small tiles were measured where all of them run at once, and nowhere else.
     tiles = [t for t in _TILES if t.block_rows == 128 or num_tiles(t) <= t.programs]
     best = _PARTS_TILE if num_parts > 1 else min(tiles, key=cost)
-    crosses_parts = num_parts > 1 and depth % best.block_depth != 0
-    return None if crosses_parts or num_tiles(best) < _MIN_TILES else best
+    crosses = max(num_parts, num_groups) > 1 and depth % best.block_depth != 0
+    return None if crosses or num_tiles(best) < _MIN_TILES else best
 
 
 def gemm_many(
@@ -186,7 +186,7 @@ def gemm_many(
     """``out[:, g] = x[:, g] weight[g]^T``, as ``gemm`` with BF16 operands, for many rows.
 
     Takes what ``gemm`` takes and hands over to it what does not suit: few tiles, another GPU than
-    an H100 or H200, operands that TMA cannot address.
+    an H100 or H200, operands that TMA cannot address, groups that blocks of channels cross.
 
     Args:
         x: ``(num_rows, num_groups, depth)`` bf16 or fp32, last dim contiguous.
@@ -206,7 +206,10 @@ def gemm_many(
             f"choice expected blocks that divide {depth} channels a part, got "
             f"{choice.block_depth}; leave it out"
         )
-    if choice is None or not (_suits_tma(x) and _suits_tma(weight)):
+    # A last block of channels that reaches into the next group would multiply its rows by zeros:
+    # nothing, unless they are infinite or NaN.
+    crosses_groups = choice is not None and num_groups > 1 and depth % choice.block_depth != 0
+    if choice is None or crosses_groups or not (_suits_tma(x) and _suits_tma(weight)):
         gemm(x, weight, None, out, num_parts=num_parts)
         return
     rows, cols, block_depth = choice.block_rows, choice.block_cols, choice.block_depth

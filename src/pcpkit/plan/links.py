@@ -23,7 +23,7 @@ from pcpkit.plan.running import RunningSegments
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PairLinks:
-    """Arguments of ``close_groups`` and ``write_ring`` on one rank for one step."""
+    """Arguments of ``close_and_write_ring`` on one rank for one step."""
 
     last_rows: Tensor
     """``(num_padded_segments,)`` int64, local row that ends each segment, -1 = padding: what this
